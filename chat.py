@@ -1,0 +1,663 @@
+"""The terminal: arguments, one answer or a conversation, and what is said about the cache and the speed.
+
+    python chat.py                          a conversation
+    python chat.py -p "Why is the sky blue?"    one answer, alone on stdout
+
+Nothing here computes. torch and everything that needs it are imported when there is something to run, so that --help
+is quick.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+STATS = ("off", "summary", "live", "step")
+CACHES = ("contiguous", "none")
+
+
+class ChatError(Exception):
+    """Something that the user must mend, in one line."""
+
+
+# ---- arguments
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, whose errors are one line here."""
+
+    def error(self, message: str):
+        raise ChatError(f"{message}; --help lists the options")
+
+
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = Parser(
+        prog="chat.py", description="Chat with a LLaMA-architecture model, and see what its KV cache holds."
+    )
+    add = parser.add_argument
+    add("-p", "--prompt", metavar="TEXT", help="answer TEXT once, on stdout; piped stdin is put before it")
+    add(
+        "--model",
+        metavar="DIR",
+        help="a Hugging Face model folder; default: SmolLM2-135M-Instruct, fetched at the first run",
+    )
+    add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto", help="where to compute (default: auto)")
+    add(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        default="auto",
+        help="default: as the weights are stored",
+    )
+    add(
+        "-c",
+        "--ctx-size",
+        type=int,
+        metavar="N",
+        help="most tokens of prompt and answers (default: 4096, or the model's)",
+    )
+    add("-n", "--max-tokens", type=int, metavar="N", help="most tokens of an answer (default: what the context leaves)")
+    add("--temp", type=float, metavar="X", help="temperature; 0 is greedy (default: 0.7)")
+    add("--top-k", type=int, metavar="N", help="only the N likeliest tokens (default: 0, all)")
+    add("--top-p", type=float, metavar="X", help="only the likeliest tokens that make up X together (default: 1, all)")
+    add(
+        "--min-p",
+        type=float,
+        metavar="X",
+        help="only tokens at least X times as likely as the likeliest (default: 0, all)",
+    )
+    add("--repeat-penalty", type=float, metavar="X", help="make tokens that stood before less likely (default: 1, not)")
+    add("--seed", type=int, metavar="N", help="the same seed gives the same answer (default: a new one each time)")
+    add("--system", metavar="TEXT", help="the system message")
+    add("--stop", action="append", metavar="STR", help="end the answer before STR; may be given several times")
+    add("--raw", action="store_true", help="no chat template: the model goes on from the text")
+    add(
+        "--cache",
+        choices=CACHES,
+        default="contiguous",
+        help="none recomputes everything at each step (default: contiguous)",
+    )
+    add("--stats", choices=STATS, help="what is shown of cache and speed (default: live on a terminal, else summary)")
+    add("--json", action="store_true", help="one JSON object per event on stdout")
+    add("--verify", action="store_true", help="recompute each step without the cache, and show the largest difference")
+    add("--plan", action="store_true", help="print what weights and caches take, from config.json alone")
+    add("--offline", action="store_true", help="never use the network")
+    return parser.parse_args(argv)
+
+
+def prompt_text(args: argparse.Namespace) -> str | None:
+    """What to answer once: piped stdin, the text of -p, or both; None when a person sits there. Raises ChatError when
+    empty."""
+    piped = None
+    if sys.stdin is not None and not sys.stdin.isatty() and not args.plan:
+        piped = sys.stdin.buffer.read().decode("utf-8", "replace")
+    if args.prompt is None and piped is None:
+        return None
+    parts = [piped and piped.rstrip("\n"), args.prompt]
+    text = "\n\n".join(part for part in parts if part)
+    if not text.strip():
+        raise ChatError("the prompt is empty")
+    return text
+
+
+def sampling_of(args: argparse.Namespace):
+    """The Sampling that the options ask for. Raises ChatError for a value out of range."""
+    from generate import Sampling
+
+    names = {"temp": "temperature", "stop": "stop"}
+    options = ("temp", "top_k", "top_p", "min_p", "repeat_penalty", "seed", "max_tokens", "stop")
+    given = {names.get(name, name): getattr(args, name) for name in options if getattr(args, name) is not None}
+    try:
+        return Sampling(**{**given, "stop": tuple(given.get("stop", ()))})
+    except ValueError as error:
+        raise ChatError(str(error)) from None
+
+
+# ---- the engine
+
+
+def model_folder(args: argparse.Namespace) -> Path:
+    if args.model is not None:
+        return Path(args.model)
+    from weights import get
+
+    return get.default_model(args.offline)
+
+
+def device_of(name: str):
+    """The torch device that --device names. Raises ChatError when it is not there."""
+    import torch
+
+    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    if name == "auto":
+        name = next(device for device, available in there.items() if available)
+    if not there[name]:
+        raise ChatError(f"--device {name}: there is none here; --device cpu works everywhere")
+    return torch.device(name)
+
+
+def context_size(args: argparse.Namespace, config) -> int:
+    """Tokens of context: what -c asks for, else a modest part of what the model was made for."""
+    size = args.ctx_size or min(4096, config.max_position_embeddings)
+    if size < 1 or args.ctx_size == 0:
+        raise ChatError(f"--ctx-size is {args.ctx_size}, and must be at least 1")
+    if size > config.max_position_embeddings:
+        note(f"--ctx-size {size} is more than the {config.max_position_embeddings} tokens that the model was made for")
+    return size
+
+
+def open_session(args: argparse.Namespace):
+    """Load what the options name, and return the Session over it."""
+    import cache
+    import model
+    from generate import Session, VerifyingSession
+    from tokenizer import Tokenizer
+
+    folder, device = model_folder(args), device_of(args.device)
+    if not folder.is_dir():
+        raise ChatError(f"{folder}: no such model folder")
+    tokenizer = Tokenizer.from_folder(folder)
+    context = context_size(args, model.Config.from_folder(folder))
+    llama = model.load(folder, device, None if args.dtype == "auto" else model.DTYPES[args.dtype])
+    kept = cache.make(args.cache, llama.config, context, device, llama.dtype)
+    session = (VerifyingSession if args.verify else Session)(llama, kept, tokenizer)
+    session.name = folder.resolve().name
+    return session
+
+
+def plan(args: argparse.Namespace) -> None:
+    """Print what the weights and each kind of cache take, by config.json alone."""
+    from cache import KINDS, free_memory
+    from model import DTYPES, Config, Llama
+
+    folder, device = model_folder(args), device_of(args.device)
+    config = Config.from_folder(folder)
+    dtype = DTYPES.get(args.dtype) or config.dtype or DTYPES["float32"]
+    most = args.ctx_size or config.max_position_embeddings
+    weights = sum(parameter.numel() for parameter in Llama(config).parameters()) * dtype.itemsize
+    heads = {"MHA": config.num_attention_heads, "GQA": config.num_key_value_heads, "MQA": 1}
+    own = {1: "MQA", config.num_attention_heads: "MHA"}.get(config.num_key_value_heads, "GQA")
+    name = str(dtype).removeprefix("torch.")
+    lengths = [n for n in (1024 << i for i in range(40)) if n < most] + [most]
+
+    print(
+        f"{folder.resolve().name}: {config.num_hidden_layers} layers, {heads['MHA']} query heads over {heads['GQA']}
+        key/value"
+    )
+    print(f"heads ({own}) of {config.head_dim}, in {name}\n")
+    print(f"weights                       {size(weights)}")
+    for kind, cls in KINDS.items():
+        print(f"\ncache {kind}")
+        print(f"  per token                   {size(cls.bytes_for(config, 1, dtype))}")
+        for length in lengths:
+            print(f"  {length:>8} tokens             {size(cls.bytes_for(config, length, dtype))}")
+    print(f"\nThe same with other numbers of key/value heads, at {most} tokens")
+    for label, count in heads.items():
+        if label == "GQA" and own != "GQA":
+            continue
+        other = replace(config, num_key_value_heads=count)
+        print(f"  {label}, {count:>3} heads              {size(KINDS['contiguous'].bytes_for(other, most, dtype))}")
+    free = free_memory(device)
+    fits = max(0, free - weights) // KINDS["contiguous"].bytes_for(config, 1, dtype)
+    print(f"\nfree on {device.type:<8}              {size(free)}")
+    print(f"largest context that fits     {fits} tokens (the model was made for {config.max_position_embeddings})")
+
+
+def size(count: int) -> str:
+    """Bytes for people and for scripts: rounded, then exact."""
+    unit = next((i for i, power in enumerate((2**10, 2**20, 2**30, 2**40)) if count < power), 4)
+    rounded = f"{count / 2 ** (10 * unit):.4g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[unit]}"
+    return f"{rounded:>10}  {count} bytes"
+
+
+# ---- output
+
+
+def note(text: str) -> None:
+    """One line to the person, never to stdout."""
+    print(f"chat: {text}", file=sys.stderr, flush=True)
+
+
+def escapes_work(stream) -> bool:
+    return stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def mebibytes(count: int) -> str:
+    return f"{count / 2**20:.1f}"
+
+
+class Stats:
+    """Says nothing of cache and speed; the base of those that do."""
+
+    def __init__(self):
+        self.dim, self.plain = (
+            ("\x1b[2m", "\x1b[0m") if escapes_work(sys.stderr) and not os.environ.get("NO_COLOR") else ("", "")
+        )
+
+    @property
+    def keeps_text(self) -> bool:
+        """Whether the text is shown at the end of the answer, and not as it comes."""
+        return False
+
+    def say(self, line: str) -> None:
+        print(f"{self.dim}{line}{self.plain}", file=sys.stderr, flush=True)
+
+    def before_text(self) -> None:
+        """Called before a step's text is written."""
+
+    def after_text(self, session, step) -> None:
+        """Called after a step's text was written."""
+
+    def done(self, session) -> None:
+        """Called at the end of an answer."""
+
+
+class Summary(Stats):
+    """One line after each answer."""
+
+    def done(self, session) -> None:
+        turn, cache = session.last, session.cache
+        held = f"{cache.length}/{cache.capacity} tokens, {mebibytes(cache.bytes_used)} of {mebibytes(cache.bytes_reserved)} MiB"
+        speed = f"{turn.decode_tok_s:.1f} tok/s, {turn.decode_bytes_s / 1e9:.1f} GB/s"
+        new = turn.prompt_tokens - turn.reused_tokens
+        self.say(
+            f"[prompt {new} new at {turn.prefill_tok_s:.0f} tok/s + {turn.reused_tokens} reused | "
+            f"answer {turn.generated_tokens} at {speed} | cache {cache.kind} {held} | {turn.stop} | seed {turn.seed}]"
+        )
+
+
+class EachStep(Summary):
+    """A line for each step, with its text."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    @property
+    def keeps_text(self) -> bool:
+        return sys.stdout.isatty()  # where it would stand between the lines
+
+    def after_text(self, session, step) -> None:
+        self.count += 1
+        cache = session.cache
+        held = (
+            f"{step.cache_tokens:>5}/{cache.capacity} tokens {step.cache_bytes:>11,} of {cache.bytes_reserved:,} bytes"
+        )
+        speed = f"{step.seconds * 1e3:7.1f} ms {session.last.decode_tok_s:6.1f} tok/s"
+        self.say(
+            f"{self.count:>4} {held} {speed}{verified(step)}  {step.token:>6} {json.dumps(step.text,
+            ensure_ascii=False)}"
+        )
+
+    def done(self, session) -> None:
+        self.count = 0
+        super().done(session)
+
+
+class Live(Summary):
+    """A line below the text, written anew at each step."""
+
+    def __init__(self):
+        super().__init__()
+        self.column, self.below = 0, sys.stdout.isatty()
+
+    def before_text(self) -> None:
+        # What is below the text goes first, since the text may run over it.
+        self._write("\x1b[J" if self.below else "\r\x1b[K")
+
+    def after_text(self, session, step) -> None:
+        cache, columns = session.cache, os.get_terminal_size(sys.stderr.fileno()).columns or 80
+        held = f"{step.cache_tokens}/{cache.capacity} tokens, {mebibytes(step.cache_bytes)} of {mebibytes(cache.bytes_reserved)} MiB"
+        line = f"[cache {held} | {session.last.decode_tok_s:.1f} tok/s{verified(step)}]"[: columns - 1]
+        line = f"{self.dim}{line}{self.plain}"
+        if not self.below:
+            self._write(f"\r{line}")
+        elif self._move(step.text, columns):
+            # Make room below (index down, up again), then remember the place, write the line and return.
+            self._write(f"\x1bD\x1b[A\x1b7\x1b[B\r{line}\x1b8")
+
+    def done(self, session) -> None:
+        self.before_text()
+        self.column = 0
+        super().done(session)
+
+    def _move(self, text: str, columns: int) -> bool:
+        """Follow the cursor over the text. False in the last column: to move from there would lose the wrap that is
+        due."""
+        from wcwidth import wcwidth
+
+        for character in text:
+            width = max(0, wcwidth(character))
+            if character == "\n":
+                self.column = 0
+            elif character == "\t":
+                self.column = min(columns - 1, self.column // 8 * 8 + 8)
+            else:
+                self.column = width if self.column + width > columns else self.column + width
+        return self.column < columns
+
+    def _write(self, text: str) -> None:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+
+
+def verified(step) -> str:
+    if step.max_abs_diff is None:
+        return ""
+    return f" | off by {step.max_abs_diff:.2g}" + ("" if step.argmax_equal else ", ANOTHER TOKEN")
+
+
+MODES: dict[str, type[Stats]] = {"off": Stats, "summary": Summary, "live": Live, "step": EachStep}
+
+
+def stats_for(mode: str | None) -> Stats:
+    """The stats that a mode names; by default live on a terminal and summary elsewhere."""
+    if mode is None or (mode == "live" and not escapes_work(sys.stderr)):
+        mode = "live" if escapes_work(sys.stderr) else "summary"
+    return MODES[mode]()
+
+
+# Control characters in a model's text could move the cursor, rename the window or worse; a terminal gets their names
+# instead.
+CONTROL = {code: f"\\x{code:02x}" for code in [*range(0x20), *range(0x7F, 0xA0)] if chr(code) not in "\n\t"}
+
+
+class TextOutput:
+    """The answer on stdout as it comes, and the stats on stderr."""
+
+    def __init__(self, stats: Stats):
+        self.stats = stats
+
+    def start(self, session) -> None:
+        self.differences = []
+
+    def step(self, session, step) -> None:
+        if not self.stats.keeps_text:
+            self.stats.before_text()
+            self.write(step.text)
+        self.stats.after_text(session, step)
+        self.differences += [] if step.max_abs_diff is None else [(step.max_abs_diff, step.argmax_equal)]
+
+    def done(self, session) -> None:
+        text = session.last.text
+        self.stats.before_text()
+        self.write((text if self.stats.keeps_text else "") + ("\n" if text and not text.endswith("\n") else ""))
+        self.stats.done(session)
+        if self.differences:
+            differences, equal = zip(*self.differences, strict=True)
+            same = f"{sum(equal)} of {len(equal)} steps choose the same likeliest token"
+            note(
+                f"verified against a recompute of the whole prefix: logits differ by at most {max(differences):.2g},
+                {same}"
+            )
+
+    def write(self, text: str) -> None:
+        sys.stdout.write(text.translate(CONTROL) if sys.stdout.isatty() else text)
+        sys.stdout.flush()
+
+
+class JsonOutput:
+    """JSON Lines on stdout: start, a step for each token, done."""
+
+    def start(self, session) -> None:
+        self.count = 0
+        cache = {
+            name: getattr(session.cache, name) for name in ("kind", "capacity", "bytes_per_token", "bytes_reserved")
+        }
+        turn = pick(session.last, "prompt_tokens", "reused_tokens", "seed")
+        self.write({"event": "start", "model": session.name, **turn, "cache": cache})
+
+    def step(self, session, step) -> None:
+        self.count += 1
+        known = {"event": "step", "n": self.count, **pick(step, "token", "text", "cache_tokens", "cache_bytes")}
+        checks = {} if step.max_abs_diff is None else pick(step, "max_abs_diff", "argmax_equal")
+        self.write({**known, "ms": round(step.seconds * 1e3, 3), **checks})
+
+    def done(self, session) -> None:
+        counts = ("stop", "text", "prompt_tokens", "reused_tokens", "generated_tokens")
+        speeds = ("prefill_s", "decode_s", "prefill_tok_s", "decode_tok_s")
+        rounded = {name: round(value, 6) for name, value in pick(session.last, *speeds).items()}
+        self.write({"event": "done", **pick(session.last, *counts), **rounded})
+
+    def write(self, event: dict) -> None:
+        print(json.dumps(event), flush=True)
+
+
+def pick(thing, *names: str) -> dict:
+    return {name: getattr(thing, name) for name in names}
+
+
+# ---- conversation
+
+
+class Conversation:
+    """The messages so far, and their ids as the model is to read them."""
+
+    def __init__(self, tokenizer, system: str | None, raw: bool):
+        self.tokenizer, self.raw = tokenizer, raw
+        self.first = [{"role": "system", "content": system}] if system else []
+        self.messages = list(self.first)
+
+    def clear(self) -> None:
+        self.messages = list(self.first)
+
+    def ids(self) -> list[int]:
+        """Raises TokenizerError when the chat template refuses the messages."""
+        if self.raw:
+            return self.tokenizer.encode("".join(message["content"] for message in self.messages))
+        return self.tokenizer.chat(self.messages)
+
+
+@contextmanager
+def interruptible(session) -> Iterator[None]:
+    """Ctrl-C ends the answer, and a second one, if that takes too long, the program's patience."""
+
+    def on_interrupt(signum, frame):
+        if session.interrupted:
+            raise KeyboardInterrupt
+        session.interrupt()
+
+    before = signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def answer(session, conversation: Conversation, text: str, sampling, output) -> None:
+    """Say ``text``, show the answer, and keep both; a message that cannot be answered is not kept."""
+    conversation.messages.append({"role": "user", "content": text})
+    try:
+        with interruptible(session):
+            steps = session.generate(conversation.ids(), sampling)
+            output.start(session)
+            for step in steps:
+                output.step(session, step)
+    except BaseException:
+        conversation.messages.pop()
+        raise
+    output.done(session)
+    conversation.messages.append({"role": "assistant", "content": session.last.text})
+    if session.last.stop == "context":
+        note(f"the context of {session.cache.capacity} tokens is full; a larger --ctx-size holds more")
+
+
+# ---- REPL
+
+
+@dataclass(frozen=True)
+class Command:
+    arguments: str
+    help: str
+    run: Callable[[Repl, str], None]
+
+
+class Repl:
+    """Reads messages and commands until Ctrl-D."""
+
+    def __init__(self, session, conversation: Conversation, sampling, output: TextOutput):
+        self.session, self.conversation, self.sampling, self.output = session, conversation, sampling, output
+        self.over = False
+        self.pasted = False
+
+    def run(self) -> None:
+        cache, model = self.session.cache, self.session.model
+        note(
+            f"{self.session.name}, {str(model.dtype).removeprefix('torch.')} on {model.device.type}; context {cache.capacity} tokens, "
+            f"{cache.bytes_per_token:,} bytes of cache each; /help lists the commands"
+        )
+        prompt = self._prompt()
+        while not self.over:
+            try:
+                self.pasted = False
+                text = prompt.prompt()
+            except KeyboardInterrupt:
+                continue
+            except EOFError:
+                break
+            self._take(text)
+
+    def _take(self, text: str) -> None:
+        # A command is a whole line that was typed; a paste is a message, whatever its lines say.
+        if text.startswith("/") and "\n" not in text and not self.pasted:
+            name, _, argument = text[1:].strip().partition(" ")
+            if name in COMMANDS:
+                COMMANDS[name].run(self, argument.strip())
+            else:
+                note(f"no command /{name}; /help lists them")
+        elif text.strip():
+            try:
+                answer(self.session, self.conversation, text, self.sampling, self.output)
+            except user_errors() as error:
+                self.output.stats.before_text()
+                note(str(error))
+
+    def _prompt(self):
+        from prompt_toolkit import PromptSession
+        from prompt_toolkit.history import FileHistory
+        from prompt_toolkit.key_binding import KeyBindings
+        from prompt_toolkit.keys import Keys
+
+        bindings = KeyBindings()
+
+        @bindings.add("escape", "enter")
+        def _(event):
+            event.current_buffer.insert_text("\n")
+
+        @bindings.add(Keys.BracketedPaste)
+        def _(event):
+            buffer = event.current_buffer
+            self.pasted = self.pasted or not buffer.document.text_before_cursor
+            buffer.insert_text(event.data.replace("\r\n", "\n").replace("\r", "\n"))
+
+        class History(FileHistory):
+            def store_string(self, string: str) -> None:
+                super().store_string(string.encode("utf-8", "replace").decode())
+
+        return PromptSession("> ", history=History(private_file(state_folder() / "history")), key_bindings=bindings)
+
+    # ---- commands
+
+    def help(self, argument: str) -> None:
+        for name, command in COMMANDS.items():
+            print(f"/{name + ' ' + command.arguments:<30} {command.help}")
+        print(f"{'Alt+Enter':<31} a new line in the message")
+        print(f"{'Ctrl-C, Ctrl-D':<31} end the answer, leave")
+
+    def clear(self, argument: str) -> None:
+        self.conversation.clear()
+        note("the conversation is empty")
+
+    def set_stats(self, argument: str) -> None:
+        if argument not in MODES:
+            note(f"/stats takes one of {', '.join(MODES)}")
+            return
+        self.output.stats = stats_for(argument)
+
+    def quit(self, argument: str) -> None:
+        self.over = True
+
+
+COMMANDS = {
+    "help": Command("", "this list", Repl.help),
+    "clear": Command("", "forget the conversation, but for the system message", Repl.clear),
+    "stats": Command("|".join(MODES), "what is shown of cache and speed", Repl.set_stats),
+    "quit": Command("", "leave, as Ctrl-D does", Repl.quit),
+}
+
+
+def state_folder() -> Path:
+    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(base) / "kv-chat"
+
+
+def private_file(path: Path) -> Path:
+    """The path of a file that exists and that nobody else may read, from its first instant."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+    return path
+
+
+# ---- main
+
+
+def user_errors() -> tuple[type[Exception], ...]:
+    """What a person can cause and mend, each with a text of one line."""
+    from cache import CacheFull
+    from generate import NotFinite
+    from model import ModelError
+    from tokenizer import TokenizerError
+    from weights.get import GetError
+
+    return ChatError, CacheFull, NotFinite, ModelError, TokenizerError, GetError
+
+
+def run(argv: list[str] | None) -> int:
+    args = arguments(argv)
+    text = prompt_text(args)
+    if args.plan:
+        plan(args)
+        return 0
+    if text is None and args.json:
+        raise ChatError("--json needs -p TEXT or piped stdin")
+    sampling = sampling_of(args)
+    session = open_session(args)
+    conversation = Conversation(session.tokenizer, args.system, args.raw)
+    output = JsonOutput() if args.json else TextOutput(stats_for(args.stats))
+    if text is None:
+        Repl(session, conversation, sampling, output).run()
+        return 0
+    answer(session, conversation, text, sampling, output)
+    return 130 if session.last.stop == "interrupt" else 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code: 0; 2 for what the user must mend, after one line on stderr; 130 after Ctrl-C. A closed pipe ends
+    quietly."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")  # an answer that the terminal cannot encode is shown all the same
+    try:
+        return run(argv)
+    except ChatError as error:
+        note(str(error))
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        if not isinstance(error, user_errors()):
+            raise
+        note(str(error))
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

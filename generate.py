@@ -1,0 +1,369 @@
+"""The session: what was said, what of it the cache holds, and the loop that goes on from there.
+
+``Session.tokens`` is the only truth, and ``tokens[:cache.length]`` is exactly what the cache holds. Each answer then takes one path:
+find the longest prefix that the cache already holds, cut the cache to it, prefill the rest in chunks, decode. A next
+turn, a retry, an edited message and an interrupted answer are all that path.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import takewhile
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from cache import CacheFull, KVCache, NoCache
+from model import Llama
+from tokenizer import Stream, Tokenizer
+
+
+class NotFinite(Exception):
+    """The model computed infinities; the text says what to do."""
+
+
+class _Interrupted(Exception):
+    """Unwinds to the end of the answer after ``Session.interrupt``."""
+
+
+# ---- sampling
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a token is chosen and when an answer ends. Raises ValueError for a value out of range.
+
+    temperature 0 is greedy; top_k 0, top_p 1, min_p 0 and repeat_penalty 1 do nothing; seed None draws one; stop strings end the
+    answer and are not part of it.
+    """
+
+    temperature: float = 0.7
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repeat_penalty: float = 1.0
+    seed: int | None = None
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        self._within("temperature", 0, math.inf)
+        self._within("top_k", 0, 2**31)
+        self._within("top_p", 0, 1)
+        self._within("min_p", 0, 1)
+        self._within("repeat_penalty", 0.01, 100)
+        self._within("seed", 0, 2**63 - 1)
+        self._within("max_tokens", 0, 2**31)
+        if not all(self.stop):
+            raise ValueError("a stop string must not be empty")
+
+    def _within(self, name: str, low: float, high: float) -> None:
+        value = getattr(self, name)
+        if value is not None and not (low <= value <= high and value != math.inf):
+            raise ValueError(
+                f"{name} is {value}, and must be from {low} to {high}" if high != math.inf else f"{name} is {value}"
+            )
+
+
+def penalize(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
+    """Make each token in ``seen`` [V] bool less likely, once however often it stood there (CTRL, arXiv 1909.05858,
+    §4.1).
+
+    A positive logit is divided and a negative one multiplied: dividing that would raise it.
+    """
+    return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+
+
+def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
+    """logits [V] float32 -> probabilities [V], those that top_k, top_p (arXiv 1904.09751) or min_p (2407.01082) drop
+    being 0."""
+    logits = logits / sampling.temperature
+    if 0 < sampling.top_k < len(logits):
+        logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[-1], -torch.inf)
+    p = logits.softmax(-1)
+    if sampling.top_p < 1:
+        ordered, order = p.sort(descending=True)
+        before = ordered.cumsum(-1) - ordered
+        before[0] = -1  # the likeliest token stays, even with top_p 0
+        p = p.scatter(0, order, ordered.masked_fill(before >= sampling.top_p, 0))
+    if sampling.min_p > 0:
+        p = p.masked_fill(p < sampling.min_p * p.max(), 0)
+    return p / p.sum()
+
+
+class Sampler:
+    """Draws the tokens of one answer on the device; reading the drawn one is the only wait for it in a step."""
+
+    def __init__(self, sampling: Sampling, seed: int, prompt: list[int], vocab_size: int, device: torch.device):
+        self.sampling = sampling
+        self.generator = torch.Generator(device).manual_seed(seed)
+        self.seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)
+        self.seen[torch.tensor(prompt, device=device)] = True
+
+    def __call__(self, logits: Tensor) -> int:
+        """logits [V] float32 -> a token id. Raises NotFinite."""
+        finite = logits.isfinite().all()
+        if self.sampling.repeat_penalty != 1:
+            logits = penalize(logits, self.seen, self.sampling.repeat_penalty)
+        if self.sampling.temperature == 0:
+            drawn = logits.argmax()
+        else:
+            # The largest of p / e, e exponential, is a draw from p; torch.multinomial would wait for the device.
+            p = probabilities(logits, self.sampling)
+            drawn = (p / torch.empty_like(p).exponential_(generator=self.generator)).argmax()
+        self.seen.index_fill_(0, drawn, True)
+        token = torch.where(finite, drawn, -1).item()
+        if token < 0:
+            raise NotFinite("the model's numbers overflowed; try --dtype bfloat16 or --dtype float32")
+        return token
+
+
+# ---- text
+
+
+class Speech:
+    """Turns tokens into text that is certain: whole characters, and nothing that may yet become a stop string."""
+
+    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...]):
+        self._stream, self._stop, self._kept = Stream(tokenizer), stop, ""
+        self.ended = False
+
+    def add(self, token: int) -> str:
+        return self._release(self._stream.add(token))
+
+    def finish(self) -> str:
+        """The rest, when no token comes any more; nothing after a stop string."""
+        if self.ended:
+            return ""
+        return self._release(self._stream.flush()) + ("" if self.ended else self._kept)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a later token decides on text of the tokens so far."""
+        return bool(self._kept) or self._stream.pending
+
+    def _release(self, text: str) -> str:
+        text = self._kept + text
+        found = [at for at in map(text.find, self._stop) if at >= 0]
+        if found:
+            self.ended, self._kept = True, ""
+            return text[: min(found)]
+        sure = len(text) - max((_overlap(text, stop) for stop in self._stop), default=0)
+        self._kept = text[sure:]
+        return text[:sure]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """How many characters at the end of ``text`` begin ``stop``."""
+    return next((n for n in range(min(len(text), len(stop)), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+# ---- session
+
+
+@dataclass
+class Step:
+    """One token of an answer. ``text`` may be empty: a part of a character, or of what may be a stop string, waits
+    for the next.
+
+    cache_tokens and cache_bytes count this token too, which the next pass stores; seconds is the time it took, for the first one
+    without the prefill. The last two are filled by a VerifyingSession.
+    """
+
+    token: int
+    text: str
+    cache_tokens: int
+    cache_bytes: int
+    seconds: float
+    max_abs_diff: float | None = None
+    argmax_equal: bool | None = None
+
+
+@dataclass
+class Turn:
+    """What an answer was and cost. ``stop`` is eos, length, context, stop or interrupt."""
+
+    prompt_tokens: int
+    reused_tokens: int
+    seed: int
+    stop: str = "interrupt"
+    text: str = ""
+    generated_tokens: int = 0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    decode_passes: int = field(default=0, repr=False)
+    decode_bytes: int = field(default=0, repr=False)
+
+    @property
+    def prefill_tok_s(self) -> float:
+        """Prompt tokens computed (the reused ones cost nothing) per second."""
+        return (self.prompt_tokens - self.reused_tokens) / self.prefill_s if self.prefill_s else 0.0
+
+    @property
+    def decode_tok_s(self) -> float:
+        """Passes per second after the prompt; the first token comes from the prompt's own pass and is not among
+        them."""
+        return self.decode_passes / self.decode_s if self.decode_passes else 0.0
+
+    @property
+    def decode_bytes_s(self) -> float:
+        """Achieved bandwidth: bytes of weights and cache that the passes after the prompt read, per second."""
+        return self.decode_bytes / self.decode_s if self.decode_passes else 0.0
+
+
+class Session:
+    """One conversation over one cache. ``last`` is the Turn of the answer under way, or of the latest."""
+
+    def __init__(self, model: Llama, cache: KVCache, tokenizer: Tokenizer):
+        self.model, self.cache, self.tokenizer = model, cache, tokenizer
+        self.tokens: list[int] = []
+        self.last: Turn | None = None
+        self._chunk, self._weights = chunk_size(model), model.bytes_per_step
+        self.interrupted = False
+
+    def generate(self, prompt_ids: list[int], sampling: Sampling = Sampling()) -> Iterator[Step]:
+        """Answer ``prompt_ids``, the whole conversation; what the cache holds of it already is not computed again.
+
+        Raises ValueError for an empty prompt, or for ids outside the vocabulary, and CacheFull for one longer than
+        the context, before anything changes; NotFinite from the iterator.
+        """
+        if not prompt_ids:
+            raise ValueError("the prompt is empty")
+        if not 0 <= min(prompt_ids) <= max(prompt_ids) < self.model.config.vocab_size:
+            raise ValueError(
+                f"the prompt has token ids outside the model's vocabulary of {self.model.config.vocab_size}"
+            )
+        if len(prompt_ids) > self.cache.capacity:
+            raise CacheFull(f"the prompt has {len(prompt_ids)} tokens and the context holds {self.cache.capacity}")
+        pairs = zip(self.tokens[: self.cache.length], prompt_ids, strict=False)
+        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        # At least one token is computed, since logits come from computing and not from the cache.
+        self.cache.truncate(min(shared, len(prompt_ids) - 1))
+        self.tokens = list(prompt_ids)
+        seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
+        self.last = Turn(len(prompt_ids), self.cache.length, seed)
+        self.interrupted = False
+        return self._answer(self.last, sampling)
+
+    def interrupt(self) -> None:
+        """End the answer under way with the pass under way. May be called from a signal handler or another thread."""
+        self.interrupted = True
+
+    def _answer(self, turn: Turn, sampling: Sampling) -> Iterator[Step]:
+        speech = Speech(self.tokenizer, sampling.stop)
+        held: Step | None = None  # a step whose text a later token decides
+        try:
+            for step in self._tokens(turn, sampling):
+                if held:
+                    yield held
+                step.text = speech.add(step.token)
+                turn.text += step.text
+                turn.generated_tokens += 1
+                held = step if speech.waiting or speech.ended else None
+                if speech.ended:
+                    turn.stop = "stop"
+                    break
+                if not held:
+                    yield step
+        except NotFinite:
+            self.cache.truncate(min(turn.reused_tokens, self.cache.length))
+            raise
+        if held:
+            rest = speech.finish()
+            held.text += rest
+            turn.text += rest
+            yield held
+
+    def _tokens(self, turn: Turn, sampling: Sampling) -> Iterator[Step]:
+        """The decode loop: logits of all tokens so far, draw one, append it; until something ends it."""
+        room = self.cache.capacity - len(self.tokens)
+        limit = room if sampling.max_tokens is None else min(room, sampling.max_tokens)
+        sampler = Sampler(sampling, turn.seed, self.tokens, self.model.config.vocab_size, self.model.device)
+        for n in range(limit):
+            start = perf_counter()
+            try:
+                logits = self._logits()
+            except _Interrupted:
+                return
+            if n == 0:
+                synchronize(self.model.device)  # once a turn, so that prefill and decode are timed apart
+                turn.prefill_s, start = perf_counter() - start, perf_counter()
+            token = sampler(logits[0])
+            seconds = perf_counter() - start
+            turn.decode_s += seconds
+            if n > 0:
+                turn.decode_passes += 1
+                turn.decode_bytes += self._weights + self.cache.bytes_used
+            if token in self.tokenizer.stop_ids:
+                turn.stop = "eos"
+                return
+            self.tokens.append(token)
+            yield self._step(token, logits, seconds)
+        turn.stop = "length" if limit == sampling.max_tokens else "context"
+
+    def _logits(self) -> Tensor:
+        """logits [1, V] after all tokens; computes what the cache does not hold. Raises _Interrupted between two
+        passes."""
+        hidden = None
+        for hidden in passes(self.model, self.cache, self.tokens, self._chunk):
+            if self.interrupted:
+                raise _Interrupted
+        return self.model.head(hidden[-1:])
+
+    def _step(self, token: int, logits: Tensor, seconds: float) -> Step:
+        held = len(self.tokens) if self.cache.length else 0
+        return Step(token, "", held, self.cache.bytes_per_token * held, seconds)
+
+
+class VerifyingSession(Session):
+    """A Session that recomputes the whole prefix beside each step, without a cache, and says how far the logits
+    differ."""
+
+    def _step(self, token: int, logits: Tensor, seconds: float) -> Step:
+        step = super()._step(token, logits, seconds)
+        nothing = NoCache(self.model.config, self.cache.capacity, self.model.device, self.cache.dtype)
+        (hidden,) = passes(self.model, nothing, self.tokens[:-1], self._chunk)
+        recomputed = self.model.head(hidden[-1:])
+        step.max_abs_diff = (logits - recomputed).abs().max().item()
+        step.argmax_equal = bool(logits.argmax() == recomputed.argmax())
+        return step
+
+
+def passes(model: Llama, cache: KVCache, tokens: list[int], chunk: int) -> Iterator[Tensor]:
+    """Bring the cache up to ``tokens``, at most ``chunk`` of them a pass; yields each pass's hidden [T, hidden_size].
+
+    A pass that fails leaves the cache as it was before it.
+    """
+    done = False
+    while not done:
+        held = cache.length
+        part = cache.missing(tokens, chunk)
+        done = held + len(part) == len(tokens)
+        try:
+            cache.extend(len(part))
+            hidden = model(torch.tensor(part, device=model.device), cache)
+        except BaseException:
+            cache.truncate(held)
+            raise
+        yield hidden
+
+
+def chunk_size(model: Llama) -> int:
+    """Tokens of one prefill pass: enough to be fast, and few enough that Ctrl-C, which waits for the pass, waits
+    under a second.
+
+    It depends on the model alone and not on a clock, so that the same prompt is always computed in the same way.
+    """
+    operations = 2**37 if model.device.type == "cpu" else 2**44  # about half a second's
+    tokens = operations // max(1, model.bytes_per_step // model.dtype.itemsize * 2)
+    return min(2048, max(16, 1 << max(0, tokens.bit_length() - 1)))
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done what it was given."""
+    if device.type != "cpu":
+        getattr(torch, device.type).synchronize()
