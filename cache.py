@@ -1,8 +1,8 @@
 """The KV cache: keeps K and V of every token, and attends over them.
 
 Why K and V, and not Q: token t's output reads the keys and values of all tokens up to t, but only its own query. A
-query is used once, in the pass that makes it; keys and values are read again by every later token. Keeping them turns a step from a pass over
-the whole prefix into a pass over one token, at a price in memory:
+query is used once, in the pass that makes it; keys and values are read again by every later token. Keeping them turns
+a step from a pass over the whole prefix into a pass over one token, at a price in memory:
 
     bytes per token = 2 (K and V) × num_hidden_layers × num_key_value_heads × head_dim × bytes per value
 
@@ -31,8 +31,8 @@ class CacheFull(Exception):
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
     """softmax(q kᵀ / √D) v, each K/V head serving its group of Hq / Hkv query heads (arXiv 1706.03762, 2305.13245).
 
-    q [T, Hq, D]; k, v [Hkv, S, D] -> [T, Hq, D]. ``mask`` [T, S] bool is True where a query may look; without one, a single query
-    looks at everything and T == S queries each at what came before them and at themselves.
+    q [T, Hq, D]; k, v [Hkv, S, D] -> [T, Hq, D]. ``mask`` [T, S] bool is True where a query may look; without one, a
+    single query looks at everything and T == S queries each at what came before them and at themselves.
     """
     (tokens, _, dim), (kv_heads, slots, _) = q.shape, k.shape
     if tokens == 1:
@@ -48,7 +48,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Te
 class KVCache(ABC):
     """What every kind of cache promises to the model and to the session.
 
-    ``length`` tokens are held of at most ``capacity``; ``positions`` [T] int64, on the device, are those of the pass under way.
+    ``length`` tokens are held of at most ``capacity``; ``positions`` [T] int64, on the device, are those of the pass
+    under way.
     """
 
     kind: str

@@ -186,11 +186,8 @@ def plan(args: argparse.Namespace) -> None:
     name = str(dtype).removeprefix("torch.")
     lengths = [n for n in (1024 << i for i in range(40)) if n < most] + [most]
 
-    print(
-        f"{folder.resolve().name}: {config.num_hidden_layers} layers, {heads['MHA']} query heads over {heads['GQA']}
-        key/value"
-    )
-    print(f"heads ({own}) of {config.head_dim}, in {name}\n")
+    print(f"{folder.resolve().name} in {name}: {config.num_hidden_layers} layers, {heads['MHA']} query heads")
+    print(f"over {heads['GQA']} key/value heads ({own}) of {config.head_dim}\n")
     print(f"weights                       {size(weights)}")
     for kind, cls in KINDS.items():
         print(f"\ncache {kind}")
@@ -228,8 +225,8 @@ def escapes_work(stream) -> bool:
     return stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
-def mebibytes(count: int) -> str:
-    return f"{count / 2**20:.1f}"
+def of(used: int, reserved: int) -> str:
+    return f"{used / 2**20:.1f} of {reserved / 2**20:.1f} MiB"
 
 
 class Stats:
@@ -263,7 +260,7 @@ class Summary(Stats):
 
     def done(self, session) -> None:
         turn, cache = session.last, session.cache
-        held = f"{cache.length}/{cache.capacity} tokens, {mebibytes(cache.bytes_used)} of {mebibytes(cache.bytes_reserved)} MiB"
+        held = f"{cache.length}/{cache.capacity} tokens, {of(cache.bytes_used, cache.bytes_reserved)}"
         speed = f"{turn.decode_tok_s:.1f} tok/s, {turn.decode_bytes_s / 1e9:.1f} GB/s"
         new = turn.prompt_tokens - turn.reused_tokens
         self.say(
@@ -291,8 +288,9 @@ class EachStep(Summary):
         )
         speed = f"{step.seconds * 1e3:7.1f} ms {session.last.decode_tok_s:6.1f} tok/s"
         self.say(
-            f"{self.count:>4} {held} {speed}{verified(step)}  {step.token:>6} {json.dumps(step.text,
-            ensure_ascii=False)}"
+            f"{self.count:>4} {held} {speed}{verified(step)}  {step.token:>6} {
+                json.dumps(step.text, ensure_ascii=False)
+            }"
         )
 
     def done(self, session) -> None:
@@ -313,7 +311,7 @@ class Live(Summary):
 
     def after_text(self, session, step) -> None:
         cache, columns = session.cache, os.get_terminal_size(sys.stderr.fileno()).columns or 80
-        held = f"{step.cache_tokens}/{cache.capacity} tokens, {mebibytes(step.cache_bytes)} of {mebibytes(cache.bytes_reserved)} MiB"
+        held = f"{step.cache_tokens}/{cache.capacity} tokens, {of(step.cache_bytes, cache.bytes_reserved)}"
         line = f"[cache {held} | {session.last.decode_tok_s:.1f} tok/s{verified(step)}]"[: columns - 1]
         line = f"{self.dim}{line}{self.plain}"
         if not self.below:
@@ -391,11 +389,8 @@ class TextOutput:
         self.stats.done(session)
         if self.differences:
             differences, equal = zip(*self.differences, strict=True)
-            same = f"{sum(equal)} of {len(equal)} steps choose the same likeliest token"
-            note(
-                f"verified against a recompute of the whole prefix: logits differ by at most {max(differences):.2g},
-                {same}"
-            )
+            same = f"{sum(equal)} of {len(equal)} steps choose the same token"
+            note(f"verified against a recompute of the prefix: logits differ by at most {max(differences):.2g}, {same}")
 
     def write(self, text: str) -> None:
         sys.stdout.write(text.translate(CONTROL) if sys.stdout.isatty() else text)
@@ -509,8 +504,8 @@ class Repl:
     def run(self) -> None:
         cache, model = self.session.cache, self.session.model
         note(
-            f"{self.session.name}, {str(model.dtype).removeprefix('torch.')} on {model.device.type}; context {cache.capacity} tokens, "
-            f"{cache.bytes_per_token:,} bytes of cache each; /help lists the commands"
+            f"{self.session.name}, {str(model.dtype).removeprefix('torch.')} on {model.device.type}; "
+            f"context {cache.capacity} tokens, {cache.bytes_per_token:,} bytes of cache each; /help lists the commands"
         )
         prompt = self._prompt()
         while not self.over:

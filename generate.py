@@ -1,8 +1,8 @@
 """The session: what was said, what of it the cache holds, and the loop that goes on from there.
 
-``Session.tokens`` is the only truth, and ``tokens[:cache.length]`` is exactly what the cache holds. Each answer then takes one path:
-find the longest prefix that the cache already holds, cut the cache to it, prefill the rest in chunks, decode. A next
-turn, a retry, an edited message and an interrupted answer are all that path.
+``Session.tokens`` is the only truth, and ``tokens[:cache.length]`` is exactly what the cache holds. Each answer then
+takes one path: find the longest prefix that the cache already holds, cut the cache to it, prefill the rest in chunks,
+decode. A next turn, a retry, an edited message and an interrupted answer are all that path.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class _Interrupted(Exception):
 class Sampling:
     """How a token is chosen and when an answer ends. Raises ValueError for a value out of range.
 
-    temperature 0 is greedy; top_k 0, top_p 1, min_p 0 and repeat_penalty 1 do nothing; seed None draws one; stop strings end the
-    answer and are not part of it.
+    temperature 0 is greedy; top_k 0, top_p 1, min_p 0 and repeat_penalty 1 do nothing; seed None draws one; stop
+    strings end the answer and are not part of it.
     """
 
     temperature: float = 0.7
@@ -167,11 +167,11 @@ def _overlap(text: str, stop: str) -> int:
 
 @dataclass
 class Step:
-    """One token of an answer. ``text`` may be empty: a part of a character, or of what may be a stop string, waits
-    for the next.
+    """One token of an answer. ``text`` may be empty: a part of a character, or of what may be a stop string, waits for
+    the next.
 
-    cache_tokens and cache_bytes count this token too, which the next pass stores; seconds is the time it took, for the first one
-    without the prefill. The last two are filled by a VerifyingSession.
+    cache_tokens and cache_bytes count this token too, which the next pass stores; seconds is the time it took, for the
+    first one without the prefill. The last two are filled by a VerifyingSession.
     """
 
     token: int
@@ -228,8 +228,8 @@ class Session:
     def generate(self, prompt_ids: list[int], sampling: Sampling = Sampling()) -> Iterator[Step]:
         """Answer ``prompt_ids``, the whole conversation; what the cache holds of it already is not computed again.
 
-        Raises ValueError for an empty prompt, or for ids outside the vocabulary, and CacheFull for one longer than
-        the context, before anything changes; NotFinite from the iterator.
+        Raises ValueError for an empty prompt, or for ids outside the vocabulary, and CacheFull for one longer than the
+        context, before anything changes; NotFinite from the iterator.
         """
         if not prompt_ids:
             raise ValueError("the prompt is empty")
@@ -308,11 +308,11 @@ class Session:
     def _logits(self) -> Tensor:
         """logits [1, V] after all tokens; computes what the cache does not hold. Raises _Interrupted between two
         passes."""
-        hidden = None
         for hidden in passes(self.model, self.cache, self.tokens, self._chunk):
             if self.interrupted:
                 raise _Interrupted
-        return self.model.head(hidden[-1:])
+            last = hidden[-1:]
+        return self.model.head(last)
 
     def _step(self, token: int, logits: Tensor, seconds: float) -> Step:
         held = len(self.tokens) if self.cache.length else 0
@@ -353,8 +353,8 @@ def passes(model: Llama, cache: KVCache, tokens: list[int], chunk: int) -> Itera
 
 
 def chunk_size(model: Llama) -> int:
-    """Tokens of one prefill pass: enough to be fast, and few enough that Ctrl-C, which waits for the pass, waits
-    under a second.
+    """Tokens of one prefill pass: enough to be fast, and few enough that Ctrl-C, which waits for the pass, waits under
+    a second.
 
     It depends on the model alone and not on a clock, so that the same prompt is always computed in the same way.
     """

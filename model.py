@@ -4,8 +4,9 @@ The model computes and never attends: each layer makes q, k and v and hands them
 and v and returns what attention read. That is the whole seam, so the model knows no batch, no mask, no page and no
 quantized value.
 
-Shapes: ``T`` tokens of one pass, ``Hq`` query heads, ``Hkv`` key/value heads, ``D`` head_dim. ``Hkv == Hq`` is multi-head attention
-(MHA), ``1 < Hkv < Hq`` grouped-query (GQA, arXiv 2305.13245), ``Hkv == 1`` multi-query (MQA, arXiv 1911.02150): one code path.
+Shapes: ``T`` tokens of one pass, ``Hq`` query heads, ``Hkv`` key/value heads, ``D`` head_dim. ``Hkv == Hq`` is
+multi-head attention (MHA), ``1 < Hkv < Hq`` grouped-query (GQA, arXiv 2305.13245), ``Hkv == 1`` multi-query (MQA,
+arXiv 1911.02150): one code path.
 """
 
 from __future__ import annotations
@@ -93,8 +94,8 @@ class Config:
         for name in wrong + numbers + flags:
             raise ModelError(f"{path}: {name} is {getattr(self, name)!r}")
         if self.num_attention_heads % self.num_key_value_heads:
-            heads = f"{self.num_attention_heads} attention heads do not divide over {self.num_key_value_heads} key/value heads"
-            raise ModelError(f"{path}: {heads}")
+            heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
+            raise ModelError(f"{path}: {heads} attention heads do not divide over {kv_heads} key/value heads")
         if self.head_dim % 2:
             raise ModelError(f"{path}: head_dim is {self.head_dim}, and rotary positions need an even one")
         try:
@@ -279,8 +280,8 @@ class Layer(nn.Module):
 class Llama(nn.Module):
     """The whole model. ``model(tokens, cache)`` runs one pass, ``model.head`` turns its output into logits.
 
-    The residual stream is float32 whatever the weights are: adding sixty small updates to a large sum in 16 bits
-    loses them, and in float16 it overflows. It costs nothing, since a decode step's time goes into reading the weights.
+    The residual stream is float32 whatever the weights are: adding sixty small updates to a large sum in 16 bits loses
+    them, and in float16 it overflows. It costs nothing, since a decode step's time goes into reading the weights.
     """
 
     def __init__(self, config: Config):
@@ -328,7 +329,8 @@ class Llama(nn.Module):
 
 
 class Checkpoint:
-    """The tensors in a folder's safetensors, found through the index if there is one, mapped and read one at a time."""
+    """The tensors in a folder's safetensors, found through the index if there is one, mapped and read one at a
+    time."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -431,8 +433,9 @@ def load(
     """Load a Hugging Face folder, one tensor at a time, straight to its place; peak memory is about that of the
     weights.
 
-    ``dtype`` None keeps the stored one; norm weights are float32 always. With ``world`` ranks, each reads and holds only its part
-    of the attention heads and of the MLP, and torch.distributed must be initialized to run it. Raises ModelError.
+    ``dtype`` None keeps the stored one; norm weights are float32 always. With ``world`` ranks, each reads and holds
+    only its part of the attention heads and of the MLP, and torch.distributed must be initialized to run it. Raises
+    ModelError.
     """
     folder = Path(folder)
     if not folder.is_dir():

@@ -2,7 +2,8 @@
 
 Two ideas carry this file. A token is a string of bytes, and text is the UTF-8 of those bytes joined: so a stream is
 decoded byte by byte, in linear time, and shows only whole characters. And what a person types is text, never control:
-the tokenizer in use knows its control tokens under secret names, which only the template's own words are translated to.
+the tokenizer in use knows its control tokens under secret names, which only the template's own words are translated
+to.
 """
 
 from __future__ import annotations
@@ -84,7 +85,8 @@ class Tokenizer:
         return cls(backend, config, _find_template(folder, config), stops | ({eos} - {None}))
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, with the BOS or EOS that the tokenizer's own settings add. No text becomes a control token."""
+        """Ids of a text, with the BOS or EOS that the tokenizer's own settings add. No text becomes a control
+        token."""
         return self._backend.encode(_clean(text))
 
     def decode(self, ids: Iterable[int]) -> str:
