@@ -286,12 +286,9 @@ class EachStep(Summary):
         held = (
             f"{step.cache_tokens:>5}/{cache.capacity} tokens {step.cache_bytes:>11,} of {cache.bytes_reserved:,} bytes"
         )
-        speed = f"{step.seconds * 1e3:7.1f} ms {session.last.decode_tok_s:6.1f} tok/s"
-        self.say(
-            f"{self.count:>4} {held} {speed}{verified(step)}  {step.token:>6} {
-                json.dumps(step.text, ensure_ascii=False)
-            }"
-        )
+        speed = f"{step.seconds * 1e3:7.1f} ms {session.last.decode_tok_s:6.1f} tok/s{verified(step)}"
+        text = json.dumps(step.text, ensure_ascii=False)
+        self.say(f"{self.count:>4} {held} {speed}  {step.token:>6} {text}")
 
     def done(self, session) -> None:
         self.count = 0
