@@ -154,12 +154,18 @@ def inverse_frequencies(config: Config) -> Tensor:
     raise ModelError(f"rope_scaling type {kind!r} is not supported; supported: default, linear, llama3")
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (x[i], x[i + D/2]) of [T, H, D] by its position's angle; float32 inside, x's dtype out.
+def angles(positions: Tensor, inverse_frequencies: Tensor) -> tuple[Tensor, Tensor]:
+    """positions [T] int64, inverse_frequencies [D/2] float32 -> cos, sin [T, 1, D] float32, as ``rotate`` wants them.
 
-    ``cos`` [T, 1, D] and ``sin`` [T, 1, D], the first half of ``sin`` negated, so that one roll does for both members
-    of a pair.
+    The first half of ``sin`` is negated, so that one roll in ``rotate`` serves both members of a pair.
     """
+    turned = (positions[:, None].float() * inverse_frequencies)[:, None]
+    cos, sin = turned.cos(), turned.sin()
+    return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each pair (x[i], x[i + D/2]) of [T, H, D] by its position's angle; float32 inside, x's dtype out."""
     wide = x.float()
     return torch.addcmul(wide * cos, wide.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)
 
@@ -297,9 +303,7 @@ class Llama(nn.Module):
     @torch.inference_mode()
     def forward(self, tokens: Tensor, kv_cache) -> Tensor:
         """tokens [T] int64, after ``cache.extend(T)`` -> hidden [T, hidden_size] float32."""
-        angles = (kv_cache.positions[:, None].float() * self.inverse_frequencies)[:, None]
-        cos, sin = angles.cos(), angles.sin()
-        cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+        cos, sin = angles(kv_cache.positions, self.inverse_frequencies)
         x = F.embedding(tokens, self.embed_tokens.weight).float()
         for layer in self.layers:
             x = layer(x, cos, sin, kv_cache)
@@ -339,7 +343,7 @@ class Checkpoint:
             weight_map = read_json(index).get("weight_map")
             if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
                 raise ModelError(f"{index}: no weight_map of tensor names to file names")
-            outside = sorted(name for name in set(weight_map.values()) if Path(name).name != name)
+            outside = sorted(name for name in set(weight_map.values()) if not name or Path(name).name != name)
             if outside:
                 raise ModelError(f"{index}: {outside[0]!r} is not the name of a file in the folder")
             missing = sorted(name for name in set(weight_map.values()) if not (folder / name).is_file())

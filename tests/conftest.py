@@ -1,7 +1,8 @@
 """Model folders for the tests: tiny ones made here, and the real default one.
 
-A random model with the usual 0.02 initialisation hides faults of the cache, since attention hardly matters in it. The tiny models have
-weights large enough that one changed token moves the logits (``test_model_feels_one_changed_token`` makes sure).
+A random model with the usual 0.02 initialisation hides faults of the cache, since attention hardly matters in it. The
+tiny models have weights large enough that one changed token moves the logits (``test_model_feels_one_changed_token``
+makes sure).
 """
 
 import json
@@ -94,7 +95,8 @@ def successor_folder(folder: Path, chain: dict[int, int], context: int = 512) ->
 
 
 def says(text: str) -> dict[int, int]:
-    """The chain that makes a successor model answer ``text``, of distinct bytes, and stop. It begins after any newline."""
+    """The chain that makes a successor model answer ``text``, of distinct bytes, and stop. It begins after any
+    newline."""
     ids = [token_of(byte) for byte in text.encode()]
     assert len(set(ids)) == len(ids), "a successor model says each byte once"
     return dict(zip([token_of(ord("\n")), *ids], ids, strict=False))
