@@ -1,0 +1,202 @@
+"""Speed and memory, measured side by side in one run.
+
+    python bench.py                          load, prefill and decode of this engine, cached and recomputed
+    python bench.py --peers                  transformers beside it, on the same weights, prompts and threads
+    python bench.py --plot docs/steps.png    time per step against position, cached and recomputed
+
+Each engine lives in a process of its own, so that load time and memory are its own, and waits while another one is
+timed. Rounds are interleaved and medians compared: a machine's speed drifts, and ratios within one run do not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+
+
+class Cached:
+    """This engine; ``kind`` is its cache."""
+
+    kind = "contiguous"
+
+    def __init__(self, folder: str):
+        from cache import make
+        from model import load
+
+        self.model = load(folder)
+        config = self.model.config
+        self.cache = make(self.kind, config, config.max_position_embeddings, self.model.device, self.model.dtype)
+        self.tokens: list[int] = []
+
+    def prefill(self, tokens: list[int]) -> None:
+        self.cache.truncate(0)
+        self.tokens = list(tokens)
+        self.step()
+
+    def step(self) -> None:
+        from generate import chunk_size, passes
+
+        for hidden in passes(self.model, self.cache, self.tokens, chunk_size(self.model)):
+            last = hidden[-1:]
+        self.tokens.append(self.model.head(last).argmax().item())
+
+
+class Recomputed(Cached):
+    """This engine without a cache."""
+
+    kind = "none"
+
+
+class Transformers:
+    """Hugging Face transformers with its default cache, on the same weights in the same dtype."""
+
+    def __init__(self, folder: str):
+        from transformers import AutoModelForCausalLM
+
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+
+    def prefill(self, tokens: list[int]) -> None:
+        self.cache, self.next = None, [tokens]
+        self.step()
+
+    def step(self) -> None:
+        import torch
+
+        with torch.inference_mode():
+            out = self.model(torch.tensor(self.next), past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        self.cache, self.next = out.past_key_values, [[out.logits[0, -1].argmax().item()]]
+
+
+ENGINES = {"cached": Cached, "recomputed": Recomputed, "transformers": Transformers}
+
+
+def serve(name: str, folder: str) -> None:
+    """Be one engine: load, say how long it took, then time what each line of stdin asks for."""
+    import torch
+
+    rng = torch.Generator().manual_seed(0)
+    start = perf_counter()
+    engine = ENGINES[name](folder)
+    print(json.dumps({"load_s": perf_counter() - start, "threads": torch.get_num_threads()}), flush=True)
+    for line in sys.stdin:
+        ask = json.loads(line)
+        prompt = torch.randint(100, 40000, (ask["prompt"],), generator=rng).tolist()
+        start = perf_counter()
+        engine.prefill(prompt)
+        prefill, steps = perf_counter() - start, []
+        for _ in range(ask["steps"]):
+            start = perf_counter()
+            engine.step()
+            steps.append(perf_counter() - start)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        print(json.dumps({"prefill_s": prefill, "step_s": median(steps) if steps else 0, "peak": peak}), flush=True)
+
+
+class Engine:
+    """A process that runs ``serve``."""
+
+    def __init__(self, name: str, folder: Path):
+        command = [sys.executable, __file__, "--serve", name, "--model", str(folder)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.load = json.loads(self.process.stdout.readline())
+
+    def measure(self, prompt: int, steps: int) -> dict:
+        """{"prefill_s", "step_s", "peak"} of a prompt of that many tokens and the steps after it."""
+        print(json.dumps({"prompt": prompt, "steps": steps}), file=self.process.stdin, flush=True)
+        return json.loads(self.process.stdout.readline())
+
+    def close(self) -> None:
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def table(names: list[str], folder: Path, rounds: int) -> dict:
+    """Measure the engines in turn, ``rounds`` times after a warm-up; medians."""
+    engines = {name: Engine(name, folder) for name in names}
+    runs: dict[str, list[dict]] = {name: [] for name in names}
+    for turn in range(rounds + 1):
+        for name, engine in engines.items():
+            steps = 3 if name == "recomputed" else 24
+            short, long = engine.measure(32, steps), engine.measure(512, steps)
+            if turn:
+                speeds = {"prefill_512": 512 / long["prefill_s"], "decode_32": 1 / short["step_s"]}
+                runs[name].append({**speeds, "decode_512": 1 / long["step_s"], "peak_mib": long["peak"] / 2**20})
+    result = {}
+    for name, engine in engines.items():
+        engine.close()
+        result[name] = {key: median(run[key] for run in runs[name]) for key in runs[name][0]} | engine.load
+    return result
+
+
+def print_table(result: dict) -> None:
+    print(
+        f"{'':14}{'load s':>10}{'prefill 512':>14}{'decode @32':>14}{'decode @512':>14}{'peak MiB':>11}   tok/s, medians"
+    )
+    for name, row in result.items():
+        speeds = f"{row['prefill_512']:>14.0f}{row['decode_32']:>14.1f}{row['decode_512']:>14.1f}"
+        print(f"{name:14}{row['load_s']:>10.2f}{speeds}{row['peak_mib']:>11.0f}")
+    ours = result["cached"]
+    for name, row in result.items():
+        if name != "cached":
+            ratios = {key: ours[key] / row[key] for key in ("prefill_512", "decode_32", "decode_512")}
+            print(f"cached / {name}: " + ", ".join(f"{key} {ratio:.2f} x" for key, ratio in ratios.items()))
+
+
+def plot(path: Path, folder: Path, last: int) -> None:
+    """Draw the time of one step at several positions, cached and recomputed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    positions = [16, *range(last // 8, last + 1, last // 8)]
+    figure, axes = plt.subplots(figsize=(7, 4))
+    for name, label in (("recomputed", "recomputed (--cache none)"), ("cached", "cached (--cache contiguous)")):
+        engine = Engine(name, folder)
+        engine.measure(64, 2)
+        times = [engine.measure(n, 3 if name == "recomputed" else 15)["step_s"] * 1e3 for n in positions]
+        engine.close()
+        axes.plot(positions, times, marker="o", label=label)
+        print(name, *(f"{n}: {ms:.1f} ms" for n, ms in zip(positions, times, strict=True)))
+    axes.set(xlabel="tokens before the step", ylabel="ms per step", title=folder.name, ylim=0)
+    axes.legend()
+    axes.grid(alpha=0.3)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110, bbox_inches="tight")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Measure speed and memory, side by side in one run.")
+    parser.add_argument("--model", type=Path, metavar="DIR", help="default: the default model")
+    parser.add_argument("--peers", action="store_true", help="measure transformers too")
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="how often each is measured (default: 5)")
+    parser.add_argument("--json", action="store_true", help="print the medians as one JSON object")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw time per step against position instead")
+    parser.add_argument("--to", type=int, default=2048, metavar="N", help="last position of the plot (default: 2048)")
+    parser.add_argument("--serve", choices=ENGINES, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.serve:
+        serve(args.serve, str(args.model))
+        return 0
+    from weights import get
+
+    folder = args.model or get.default_model()
+    if args.plot:
+        plot(args.plot, folder, args.to)
+        return 0
+    result = table(["cached", "recomputed"] + ["transformers"] * args.peers, folder, args.rounds)
+    if args.json:
+        print(json.dumps(result))
+    else:
+        print_table(result)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
