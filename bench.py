@@ -135,12 +135,11 @@ def table(names: list[str], folder: Path, rounds: int) -> dict:
 
 
 def print_table(result: dict) -> None:
-    print(
-        f"{'':14}{'load s':>10}{'prefill 512':>14}{'decode @32':>14}{'decode @512':>14}{'peak MiB':>11}   tok/s, medians"
-    )
+    heads = ("load s", "prefill 512", "decode @32", "decode @512", "peak MiB")
+    print("tok/s, medians" + "".join(f"{head:>13}" for head in heads))
     for name, row in result.items():
-        speeds = f"{row['prefill_512']:>14.0f}{row['decode_32']:>14.1f}{row['decode_512']:>14.1f}"
-        print(f"{name:14}{row['load_s']:>10.2f}{speeds}{row['peak_mib']:>11.0f}")
+        speeds = f"{row['prefill_512']:>13.0f}{row['decode_32']:>13.1f}{row['decode_512']:>13.1f}"
+        print(f"{name:14}{row['load_s']:>13.2f}{speeds}{row['peak_mib']:>13.0f}")
     ours = result["cached"]
     for name, row in result.items():
         if name != "cached":

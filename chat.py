@@ -37,9 +37,19 @@ class Parser(argparse.ArgumentParser):
         raise ChatError(f"{message}; --help lists the options")
 
 
+def count(text: str) -> int:
+    """A whole number from 1 on, for argparse, which names the option. Raises ArgumentTypeError or ValueError."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return int(text)
+
+
 def arguments(argv: list[str] | None) -> argparse.Namespace:
+    """The options in ``argv``, None being the command line's. Raises ChatError for one that is unknown or malformed."""
     parser = Parser(
-        prog="chat.py", description="Chat with a LLaMA-architecture model, and see what its KV cache holds."
+        prog="chat.py",
+        description="Chat with a LLaMA-architecture model, and see what its KV cache holds.",
+        allow_abbrev=False,  # a shortened name that works today would be ambiguous beside tomorrow's options
     )
     add = parser.add_argument
     add("-p", "--prompt", metavar="TEXT", help="answer TEXT once, on stdout; piped stdin is put before it")
@@ -58,7 +68,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add(
         "-c",
         "--ctx-size",
-        type=int,
+        type=count,
         metavar="N",
         help="most tokens of prompt and answers (default: 4096, or the model's)",
     )
@@ -95,7 +105,7 @@ def prompt_text(args: argparse.Namespace) -> str | None:
     """What to answer once: piped stdin, the text of -p, or both; None when a person sits there. Raises ChatError when
     empty."""
     piped = None
-    if sys.stdin is not None and not sys.stdin.isatty() and not args.plan:
+    if sys.stdin is not None and not sys.stdin.isatty():
         piped = sys.stdin.buffer.read().decode("utf-8", "replace")
     if args.prompt is None and piped is None:
         return None
@@ -145,15 +155,13 @@ def device_of(name: str):
 def context_size(args: argparse.Namespace, config) -> int:
     """Tokens of context: what -c asks for, else a modest part of what the model was made for."""
     size = args.ctx_size or min(4096, config.max_position_embeddings)
-    if size < 1 or args.ctx_size == 0:
-        raise ChatError(f"--ctx-size is {args.ctx_size}, and must be at least 1")
     if size > config.max_position_embeddings:
         note(f"--ctx-size {size} is more than the {config.max_position_embeddings} tokens that the model was made for")
     return size
 
 
 def open_session(args: argparse.Namespace):
-    """Load what the options name, and return the Session over it."""
+    """Load what the options name, and return the Session over it. Raises one of ``user_errors``."""
     import cache
     import model
     from generate import Session, VerifyingSession
@@ -172,7 +180,7 @@ def open_session(args: argparse.Namespace):
 
 
 def plan(args: argparse.Namespace) -> None:
-    """Print what the weights and each kind of cache take, by config.json alone."""
+    """Print what the weights and each kind of cache take, by config.json alone. Raises one of ``user_errors``."""
     from cache import KINDS, free_memory
     from model import DTYPES, Config, Llama
 
@@ -208,17 +216,26 @@ def plan(args: argparse.Namespace) -> None:
 
 def size(count: int) -> str:
     """Bytes for people and for scripts: rounded, then exact."""
-    unit = next((i for i, power in enumerate((2**10, 2**20, 2**30, 2**40)) if count < power), 4)
-    rounded = f"{count / 2 ** (10 * unit):.4g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[unit]}"
-    return f"{rounded:>10}  {count} bytes"
+    unit, name = unit_for(count)
+    return f"{f'{count / unit:.4g} {name}':>10}  {count} bytes"
+
+
+def unit_for(count: int) -> tuple[int, str]:
+    """The largest unit that ``count`` bytes fill at least once."""
+    power = min(max(count.bit_length() - 1, 0) // 10, 4)
+    return 2 ** (10 * power), ("B", "KiB", "MiB", "GiB", "TiB")[power]
 
 
 # ---- output
 
+# Control characters in a model's text could move the cursor, rename the window or worse; a terminal gets their names
+# instead.
+CONTROL = {code: f"\\x{code:02x}" for code in [*range(0x20), *range(0x7F, 0xA0)] if chr(code) not in "\n\t"}
+
 
 def note(text: str) -> None:
     """One line to the person, never to stdout."""
-    print(f"chat: {text}", file=sys.stderr, flush=True)
+    print(f"chat: {' '.join(text.split())}".translate(CONTROL), file=sys.stderr, flush=True)
 
 
 def escapes_work(stream) -> bool:
@@ -226,11 +243,12 @@ def escapes_work(stream) -> bool:
 
 
 def of(used: int, reserved: int) -> str:
-    return f"{used / 2**20:.1f} of {reserved / 2**20:.1f} MiB"
+    unit, name = unit_for(reserved)
+    return f"{used / unit:.1f} of {reserved / unit:.1f} {name}"
 
 
 class Stats:
-    """Says nothing of cache and speed; the base of those that do."""
+    """Says nothing of cache and speed; the base of those that do. Each answer has its own."""
 
     def __init__(self):
         self.dim, self.plain = (
@@ -243,7 +261,7 @@ class Stats:
         return False
 
     def say(self, line: str) -> None:
-        print(f"{self.dim}{line}{self.plain}", file=sys.stderr, flush=True)
+        print(f"{self.dim}{line.translate(CONTROL)}{self.plain}", file=sys.stderr, flush=True)
 
     def before_text(self) -> None:
         """Called before a step's text is written."""
@@ -278,7 +296,7 @@ class EachStep(Summary):
 
     @property
     def keeps_text(self) -> bool:
-        return sys.stdout.isatty()  # where it would stand between the lines
+        return sys.stdout.isatty() and sys.stderr.isatty()  # where it would stand between the lines
 
     def after_text(self, session, step) -> None:
         self.count += 1
@@ -290,45 +308,40 @@ class EachStep(Summary):
         text = json.dumps(step.text, ensure_ascii=False)
         self.say(f"{self.count:>4} {held} {speed}  {step.token:>6} {text}")
 
-    def done(self, session) -> None:
-        self.count = 0
-        super().done(session)
-
 
 class Live(Summary):
     """A line below the text, written anew at each step."""
 
     def __init__(self):
         super().__init__()
-        self.column, self.below = 0, sys.stdout.isatty()
+        self.column = 0  # of the cursor, behind the text
+        self.erase = ""  # what takes the line away, while there is one
 
     def before_text(self) -> None:
-        # What is below the text goes first, since the text may run over it.
-        self._write("\x1b[J" if self.below else "\r\x1b[K")
+        # The line goes first, since the text may run over it.
+        self._write(self.erase)
+        self.erase = ""
 
     def after_text(self, session, step) -> None:
         cache, columns = session.cache, os.get_terminal_size(sys.stderr.fileno()).columns or 80
         held = f"{step.cache_tokens}/{cache.capacity} tokens, {of(step.cache_bytes, cache.bytes_reserved)}"
         line = f"[cache {held} | {session.last.decode_tok_s:.1f} tok/s{verified(step)}]"[: columns - 1]
         line = f"{self.dim}{line}{self.plain}"
-        if not self.below:
+        if not sys.stdout.isatty():
             self._write(f"\r{line}")
-        elif self._move(step.text, columns):
+            self.erase = "\r\x1b[K"
+        elif self._move(step.text.translate(CONTROL), columns):
             # Make room below (index down, up again), then remember the place, write the line and return.
             self._write(f"\x1bD\x1b[A\x1b7\x1b[B\r{line}\x1b8")
-
-    def done(self, session) -> None:
-        self.before_text()
-        self.column = 0
-        super().done(session)
+            self.erase = "\x1b[J"
 
     def _move(self, text: str, columns: int) -> bool:
-        """Follow the cursor over the text. False in the last column: to move from there would lose the wrap that is
-        due."""
-        from wcwidth import wcwidth
+        """Follow the cursor over the text. False in the last column: to move or to erase there would lose the wrap that
+        is due, or the character."""
+        from prompt_toolkit.utils import get_cwidth
 
         for character in text:
-            width = max(0, wcwidth(character))
+            width = get_cwidth(character)
             if character == "\n":
                 self.column = 0
             elif character == "\t":
@@ -351,26 +364,21 @@ def verified(step) -> str:
 MODES: dict[str, type[Stats]] = {"off": Stats, "summary": Summary, "live": Live, "step": EachStep}
 
 
-def stats_for(mode: str | None) -> Stats:
-    """The stats that a mode names; by default live on a terminal and summary elsewhere."""
-    if mode is None or (mode == "live" and not escapes_work(sys.stderr)):
+def stats_for(mode: str | None) -> type[Stats]:
+    """The stats that a mode names; by default live on a terminal, and summary where a line cannot be rewritten."""
+    if mode is None or mode == "live":
         mode = "live" if escapes_work(sys.stderr) else "summary"
-    return MODES[mode]()
-
-
-# Control characters in a model's text could move the cursor, rename the window or worse; a terminal gets their names
-# instead.
-CONTROL = {code: f"\\x{code:02x}" for code in [*range(0x20), *range(0x7F, 0xA0)] if chr(code) not in "\n\t"}
+    return MODES[mode]
 
 
 class TextOutput:
     """The answer on stdout as it comes, and the stats on stderr."""
 
-    def __init__(self, stats: Stats):
-        self.stats = stats
+    def __init__(self, mode: type[Stats]):
+        self.mode, self.stats = mode, mode()
 
     def start(self, session) -> None:
-        self.differences = []
+        self.stats, self.differences = self.mode(), []
 
     def step(self, session, step) -> None:
         if not self.stats.keeps_text:
@@ -463,11 +471,18 @@ def interruptible(session) -> Iterator[None]:
 
 
 def answer(session, conversation: Conversation, text: str, sampling, output) -> None:
-    """Say ``text``, show the answer, and keep both; a message that cannot be answered is not kept."""
+    """Say ``text``, show the answer, and keep both; a message that cannot be answered is not kept.
+
+    Raises one of ``user_errors``, and KeyboardInterrupt when Ctrl-C comes while no answer is under way.
+    """
     conversation.messages.append({"role": "user", "content": text})
     try:
+        ids = conversation.ids()
+        try:
+            steps = session.generate(ids, sampling)
+        except ValueError as error:  # a tokenizer that is not the model's
+            raise ChatError(str(error)) from None
         with interruptible(session):
-            steps = session.generate(conversation.ids(), sampling)
             output.start(session)
             for step in steps:
                 output.step(session, step)
@@ -504,16 +519,15 @@ class Repl:
             f"{self.session.name}, {str(model.dtype).removeprefix('torch.')} on {model.device.type}; "
             f"context {cache.capacity} tokens, {cache.bytes_per_token:,} bytes of cache each; /help lists the commands"
         )
-        prompt = self._prompt()
+        read = self._prompt()
         while not self.over:
             try:
                 self.pasted = False
-                text = prompt.prompt()
+                self._take(read())
             except KeyboardInterrupt:
                 continue
             except EOFError:
                 break
-            self._take(text)
 
     def _take(self, text: str) -> None:
         # A command is a whole line that was typed; a paste is a message, whatever its lines say.
@@ -530,9 +544,13 @@ class Repl:
                 self.output.stats.before_text()
                 note(str(error))
 
-    def _prompt(self):
+    def _prompt(self) -> Callable[[], str]:
+        """What reads a message: with editing and history, where the terminal can."""
+        if not escapes_work(sys.stdout):
+            sys.stdin.reconfigure(errors="replace")
+            return lambda: input("> ")
         from prompt_toolkit import PromptSession
-        from prompt_toolkit.history import FileHistory
+        from prompt_toolkit.history import FileHistory, InMemoryHistory
         from prompt_toolkit.key_binding import KeyBindings
         from prompt_toolkit.keys import Keys
 
@@ -552,7 +570,12 @@ class Repl:
             def store_string(self, string: str) -> None:
                 super().store_string(string.encode("utf-8", "replace").decode())
 
-        return PromptSession("> ", history=History(private_file(state_folder() / "history")), key_bindings=bindings)
+        try:
+            history = History(private_file(state_folder() / "history"))
+        except (OSError, RuntimeError) as error:  # the latter from a person without a home
+            note(f"messages are not kept from one run to the next: {error}")
+            history = InMemoryHistory()
+        return PromptSession("> ", history=history, key_bindings=bindings).prompt
 
     # ---- commands
 
@@ -570,7 +593,7 @@ class Repl:
         if argument not in MODES:
             note(f"/stats takes one of {', '.join(MODES)}")
             return
-        self.output.stats = stats_for(argument)
+        self.output.mode = stats_for(argument)
 
     def quit(self, argument: str) -> None:
         self.over = True
@@ -585,12 +608,13 @@ COMMANDS = {
 
 
 def state_folder() -> Path:
+    """Where what outlives a run is kept. Raises RuntimeError when there is no home folder."""
     base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(base) / "kv-chat"
 
 
 def private_file(path: Path) -> Path:
-    """The path of a file that exists and that nobody else may read, from its first instant."""
+    """The path of a file, made if need be, that nobody else may read from its first instant. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
     return path
@@ -612,10 +636,10 @@ def user_errors() -> tuple[type[Exception], ...]:
 
 def run(argv: list[str] | None) -> int:
     args = arguments(argv)
-    text = prompt_text(args)
     if args.plan:
         plan(args)
         return 0
+    text = prompt_text(args)
     if text is None and args.json:
         raise ChatError("--json needs -p TEXT or piped stdin")
     sampling = sampling_of(args)
@@ -631,19 +655,28 @@ def run(argv: list[str] | None) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Exit code: 0; 2 for what the user must mend, after one line on stderr; 130 after Ctrl-C. A closed pipe ends
-    quietly."""
+    quietly. Raises SystemExit after --help."""
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # an answer that the terminal cannot encode is shown all the same
     try:
-        return run(argv)
+        try:
+            return run(argv)
+        finally:
+            sys.stdout.flush()  # so that a pipe that is closed shows here, and not when Python ends
     except ChatError as error:
         note(str(error))
         return 2
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    except OSError as error:
+        closed = isinstance(error, BrokenPipeError)
+        if not closed:
+            note(str(error))
+        # What could not be written is still held back, and would be tried again when Python ends.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(nowhere, stream.fileno())
+        return 0 if closed else 2
     except Exception as error:
         if not isinstance(error, user_errors()):
             raise
