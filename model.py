@@ -186,22 +186,24 @@ class Linear(nn.Module):
         self.weight = empty(outputs, inputs)
         self.bias = empty(outputs) if bias else None
 
+    def product(self, x: Tensor) -> Tensor:
+        return multiply(x.to(self.weight.dtype), self.weight)
+
     def forward(self, x: Tensor) -> Tensor:
-        y = multiply(x.to(self.weight.dtype), self.weight)
+        y = self.product(x)
         return y if self.bias is None else y + self.bias
 
 
 class SummedLinear(Linear):
-    """A Linear of which each rank holds some input columns; the products are summed over the ranks (arXiv 1909.08053,
-    §3)."""
+    """A Linear of which each rank holds some input columns; products are summed over ranks (arXiv 1909.08053, §3)."""
 
     world = 1
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = multiply(x.to(self.weight.dtype), self.weight)
+    def product(self, x: Tensor) -> Tensor:
+        y = super().product(x)
         if self.world > 1:
             torch.distributed.all_reduce(y)
-        return y if self.bias is None else y + self.bias
+        return y
 
 
 def multiply(x: Tensor, weight: Tensor) -> Tensor:
