@@ -90,10 +90,10 @@ class KVCache(ABC):
         start, end = self.length, self.length + n
         if end > self.capacity:
             raise CacheFull(f"{end} tokens do not fit the {self.capacity} that the cache holds")
-        slots = torch.arange(end, device=self.device)
-        self.positions = slots[start:]
+        self.positions = torch.arange(start, end, device=self.device)
         # One query sees all that is held; a pass from position 0 is causal, which the kernel does without a mask.
-        self.mask = slots <= self.positions[:, None] if start and n > 1 else None
+        chunk = start > 0 and n > 1
+        self.mask = torch.arange(end, device=self.device) <= self.positions[:, None] if chunk else None
         self.length = end
 
     @abstractmethod
