@@ -14,6 +14,7 @@ import json
 import os
 import signal
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -152,14 +153,6 @@ def device_of(name: str):
     return torch.device(name)
 
 
-def context_size(args: argparse.Namespace, config) -> int:
-    """Tokens of context: what -c asks for, else a modest part of what the model was made for."""
-    size = args.ctx_size or min(4096, config.max_position_embeddings)
-    if size > config.max_position_embeddings:
-        note(f"--ctx-size {size} is more than the {config.max_position_embeddings} tokens that the model was made for")
-    return size
-
-
 def open_session(args: argparse.Namespace):
     """Load what the options name, and return the Session over it. Raises one of ``user_errors``."""
     import cache
@@ -171,11 +164,13 @@ def open_session(args: argparse.Namespace):
     if not folder.is_dir():
         raise ChatError(f"{folder}: no such model folder")
     tokenizer = Tokenizer.from_folder(folder)
-    context = context_size(args, model.Config.from_folder(folder))
+    most = model.Config.from_folder(folder).max_position_embeddings
+    context = args.ctx_size or min(4096, most)  # a modest part of what the model was made for
     llama = model.load(folder, device, None if args.dtype == "auto" else model.DTYPES[args.dtype])
     kept = cache.make(args.cache, llama.config, context, device, llama.dtype)
     session = (VerifyingSession if args.verify else Session)(llama, kept, tokenizer)
-    session.name = folder.resolve().name
+    if context > most:
+        note(f"--ctx-size {context} is more than the {most} tokens that the model was made for")
     return session
 
 
@@ -251,9 +246,8 @@ class Stats:
     """Says nothing of cache and speed; the base of those that do. Each answer has its own."""
 
     def __init__(self):
-        self.dim, self.plain = (
-            ("\x1b[2m", "\x1b[0m") if escapes_work(sys.stderr) and not os.environ.get("NO_COLOR") else ("", "")
-        )
+        coloured = escapes_work(sys.stderr) and not os.environ.get("NO_COLOR")
+        self.dim, self.plain = ("\x1b[2m", "\x1b[0m") if coloured else ("", "")
 
     @property
     def keeps_text(self) -> bool:
@@ -261,6 +255,8 @@ class Stats:
         return False
 
     def say(self, line: str) -> None:
+        if sys.stderr.isatty():
+            line = textwrap.fill(line, os.get_terminal_size(sys.stderr.fileno()).columns or 80)
         print(f"{self.dim}{line.translate(CONTROL)}{self.plain}", file=sys.stderr, flush=True)
 
     def before_text(self) -> None:
@@ -345,7 +341,7 @@ class Live(Summary):
             if character == "\n":
                 self.column = 0
             elif character == "\t":
-                self.column = min(columns - 1, self.column // 8 * 8 + 8)
+                self.column = max(self.column, min(columns - 1, self.column // 8 * 8 + 8))
             else:
                 self.column = width if self.column + width > columns else self.column + width
         return self.column < columns
@@ -378,7 +374,7 @@ class TextOutput:
         self.mode, self.stats = mode, mode()
 
     def start(self, session) -> None:
-        self.stats, self.differences = self.mode(), []
+        self.stats, self.differences, self.shown = self.mode(), [], ""
 
     def step(self, session, step) -> None:
         if not self.stats.keeps_text:
@@ -387,10 +383,16 @@ class TextOutput:
         self.stats.after_text(session, step)
         self.differences += [] if step.max_abs_diff is None else [(step.max_abs_diff, step.argmax_equal)]
 
-    def done(self, session) -> None:
-        text = session.last.text
+    def stop(self) -> None:
+        """End the line under way, also when the answer broke off."""
         self.stats.before_text()
-        self.write((text if self.stats.keeps_text else "") + ("\n" if text and not text.endswith("\n") else ""))
+        if self.shown and self.shown[-1] != "\n":
+            self.write("\n")
+
+    def done(self, session) -> None:
+        if self.stats.keeps_text:
+            self.write(session.last.text)
+        self.stop()
         self.stats.done(session)
         if self.differences:
             differences, equal = zip(*self.differences, strict=True)
@@ -398,6 +400,7 @@ class TextOutput:
             note(f"verified against a recompute of the prefix: logits differ by at most {max(differences):.2g}, {same}")
 
     def write(self, text: str) -> None:
+        self.shown = text or self.shown
         sys.stdout.write(text.translate(CONTROL) if sys.stdout.isatty() else text)
         sys.stdout.flush()
 
@@ -411,13 +414,16 @@ class JsonOutput:
             name: getattr(session.cache, name) for name in ("kind", "capacity", "bytes_per_token", "bytes_reserved")
         }
         turn = pick(session.last, "prompt_tokens", "reused_tokens", "seed")
-        self.write({"event": "start", "model": session.name, **turn, "cache": cache})
+        self.write({"event": "start", "model": session.model.name, **turn, "cache": cache})
 
     def step(self, session, step) -> None:
         self.count += 1
         known = {"event": "step", "n": self.count, **pick(step, "token", "text", "cache_tokens", "cache_bytes")}
         checks = {} if step.max_abs_diff is None else pick(step, "max_abs_diff", "argmax_equal")
         self.write({**known, "ms": round(step.seconds * 1e3, 3), **checks})
+
+    def stop(self) -> None:
+        """Every line is whole."""
 
     def done(self, session) -> None:
         counts = ("stop", "text", "prompt_tokens", "reused_tokens", "generated_tokens")
@@ -456,7 +462,7 @@ class Conversation:
 
 @contextmanager
 def interruptible(session) -> Iterator[None]:
-    """Ctrl-C ends the answer, and a second one, if that takes too long, the program's patience."""
+    """Ctrl-C ends the answer with the pass under way; a second one does not wait for that: KeyboardInterrupt."""
 
     def on_interrupt(signum, frame):
         if session.interrupted:
@@ -471,28 +477,39 @@ def interruptible(session) -> Iterator[None]:
 
 
 def answer(session, conversation: Conversation, text: str, sampling, output) -> None:
-    """Say ``text``, show the answer, and keep both; a message that cannot be answered is not kept.
+    """Say ``text``, show the answer, and keep both; a message without an answer is not kept.
 
-    Raises one of ``user_errors``, and KeyboardInterrupt when Ctrl-C comes while no answer is under way.
+    Raises one of ``user_errors``, and KeyboardInterrupt when Ctrl-C comes twice or before the answer begins.
     """
     conversation.messages.append({"role": "user", "content": text})
     try:
-        ids = conversation.ids()
-        try:
-            steps = session.generate(ids, sampling)
-        except ValueError as error:  # a tokenizer that is not the model's
-            raise ChatError(str(error)) from None
-        with interruptible(session):
-            output.start(session)
-            for step in steps:
-                output.step(session, step)
+        show(session, conversation.ids(), sampling, output)
     except BaseException:
         conversation.messages.pop()
         raise
-    output.done(session)
-    conversation.messages.append({"role": "assistant", "content": session.last.text})
-    if session.last.stop == "context":
+    turn = session.last
+    if turn.stop == "interrupt" and not turn.generated_tokens:
+        conversation.messages.pop()
+    else:
+        conversation.messages.append({"role": "assistant", "content": turn.text})
+    if turn.stop == "context":
         note(f"the context of {session.cache.capacity} tokens is full; a larger --ctx-size holds more")
+
+
+def show(session, ids: list[int], sampling, output) -> None:
+    """Generate the answer to ``ids`` and show it as it comes."""
+    try:
+        steps = session.generate(ids, sampling)
+    except ValueError as error:  # a tokenizer that is not the model's
+        raise ChatError(str(error)) from None
+    output.start(session)
+    try:
+        with interruptible(session):
+            for step in steps:
+                output.step(session, step)
+    finally:
+        output.stop()
+    output.done(session)
 
 
 # ---- REPL
@@ -516,7 +533,7 @@ class Repl:
     def run(self) -> None:
         cache, model = self.session.cache, self.session.model
         note(
-            f"{self.session.name}, {str(model.dtype).removeprefix('torch.')} on {model.device.type}; "
+            f"{model.name}, {str(model.dtype).removeprefix('torch.')} on {model.device.type}; "
             f"context {cache.capacity} tokens, {cache.bytes_per_token:,} bytes of cache each; /help lists the commands"
         )
         read = self._prompt()
@@ -541,7 +558,6 @@ class Repl:
             try:
                 answer(self.session, self.conversation, text, self.sampling, self.output)
             except user_errors() as error:
-                self.output.stats.before_text()
                 note(str(error))
 
     def _prompt(self) -> Callable[[], str]:

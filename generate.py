@@ -7,7 +7,6 @@ decode. A next turn, a retry, an edited message and an interrupted answer are al
 
 from __future__ import annotations
 
-import math
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -51,7 +50,7 @@ class Sampling:
     stop: tuple[str, ...] = ()
 
     def __post_init__(self):
-        self._within("temperature", 0, math.inf)
+        self._within("temperature", 0, 1000)
         self._within("top_k", 0, 2**31)
         self._within("top_p", 0, 1)
         self._within("min_p", 0, 1)
@@ -63,10 +62,8 @@ class Sampling:
 
     def _within(self, name: str, low: float, high: float) -> None:
         value = getattr(self, name)
-        if value is not None and not (low <= value <= high and value != math.inf):
-            raise ValueError(
-                f"{name} is {value}, and must be from {low} to {high}" if high != math.inf else f"{name} is {value}"
-            )
+        if value is not None and not low <= value <= high:
+            raise ValueError(f"{name} is {value}, and must be from {low} to {high}")
 
 
 def penalize(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:

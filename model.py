@@ -294,7 +294,7 @@ class Llama(nn.Module):
 
     def __init__(self, config: Config):
         super().__init__()
-        self.config = config
+        self.config, self.name = config, ""
         self.embed_tokens = Linear(config.hidden_size, config.vocab_size)
         self.layers = nn.ModuleList(Layer(config, layer) for layer in range(config.num_hidden_layers))
         self.norm = RMSNorm(config)
@@ -463,4 +463,5 @@ def load(
         if isinstance(module, SummedLinear):
             module.world = world
     model.inverse_frequencies = inverse_frequencies(config).to(device)
+    model.name = folder.resolve().name
     return model.eval()
