@@ -58,7 +58,7 @@ class KVCache(ABC):
         self.config, self.capacity, self.device, self.dtype = config, capacity, torch.device(device), dtype
         self.length = 0
         self.positions = torch.empty(0, dtype=torch.int64, device=self.device)
-        self.mask: Tensor | None = None
+        self.masks: dict[int | None, Tensor | None] = dict.fromkeys(config.windows)  # of the pass, for each window
 
     @classmethod
     def bytes_for(cls, config, tokens: int, dtype: torch.dtype) -> int:
@@ -91,10 +91,16 @@ class KVCache(ABC):
         if end > self.capacity:
             raise CacheFull(f"{end} tokens do not fit the {self.capacity} that the cache holds")
         self.positions = torch.arange(start, end, device=self.device)
-        # One query sees all that is held; a pass from position 0 is causal, which the kernel does without a mask.
-        chunk = start > 0 and n > 1
-        self.mask = torch.arange(end, device=self.device) <= self.positions[:, None] if chunk else None
+        self.masks = {window: self._mask(start, end, window) for window in self.masks}
         self.length = end
+
+    def _mask(self, start: int, end: int, window: int | None) -> Tensor | None:
+        """[T, S] bool, which slots each query may look at, or None where the kernel needs no telling."""
+        if end - start == 1 or (start == 0 and (window or end) >= end):
+            return None  # one query sees all that it is given; a pass from the first position is causal
+        slots, positions = torch.arange(end, device=self.device), self.positions[:, None]
+        mask = slots <= positions
+        return mask if window is None else mask & (slots > positions - window)
 
     @abstractmethod
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -126,7 +132,7 @@ class NoCache(KVCache):
         self.length = 0
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attention(q, k.transpose(0, 1), v.transpose(0, 1))
+        return attention(q, k.transpose(0, 1), v.transpose(0, 1), self.masks[self.config.windows[layer]])
 
 
 class ContiguousCache(KVCache):
@@ -148,7 +154,10 @@ class ContiguousCache(KVCache):
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         keys, values = self.keys_values[layer, :, :, : self.length]
         keys[:, -len(k) :], values[:, -len(v) :] = k.transpose(0, 1), v.transpose(0, 1)
-        return attention(q, keys, values, self.mask)
+        window = self.config.windows[layer]
+        if len(q) == 1 and window is not None:
+            keys, values = keys[:, -window:], values[:, -window:]
+        return attention(q, keys, values, self.masks[window])
 
 
 KINDS: dict[str, type[KVCache]] = {kind.kind: kind for kind in (NoCache, ContiguousCache)}

@@ -1,4 +1,4 @@
-"""The LLaMA architecture: its config, its layers, and loading it from safetensors.
+"""The LLaMA architecture and its family: config, its layers, and loading it from safetensors.
 
 The model computes and never attends: each layer makes q, k and v and hands them to ``cache.attend``, which stores k
 and v and returns what attention read. That is the whole seam, so the model knows no batch, no mask, no page and no
@@ -31,10 +31,27 @@ class ModelError(Exception):
 
 # ---- config
 
+WINDOWS = {"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28}
+
+# The types of the family, and what config.json means where it is silent. What a type adds to LLaMA is read in
+# `Config`.
+FAMILY = {
+    "llama": {},
+    "mistral": {"sliding_window": 4096, "use_sliding_window": True, "max_window_layers": 0},
+    "qwen2": {**WINDOWS, "qkv_bias": True},
+    "qwen3": {**WINDOWS, "qk_norm": True, "head_dim": 128},
+    "smollm3": {"no_rope_layer_interval": 4, "rope_theta": 2e6, "tie_word_embeddings": True},
+}
+
 
 @dataclass(frozen=True)
 class Config:
-    """What ``config.json`` says, under the Hugging Face names. ``dtype`` is the one it names, or None."""
+    """What ``config.json`` says, under the Hugging Face names, with the family's differences spelled out.
+
+    windows: for each layer, how many tokens it looks back on, itself included, or None for all; rotary: for each
+    layer, whether q and k are turned by position; qkv_bias: a bias on q, k and v alone; qk_norm: an RMSNorm on each
+    head of q and k; dtype: the one that the file names, or None.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -50,62 +67,113 @@ class Config:
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    windows: tuple[int | None, ...] = ()
+    rotary: tuple[bool, ...] = ()
     dtype: torch.dtype | None = None
 
     def __post_init__(self):
-        heads = self.num_attention_heads
-        if not self.num_key_value_heads:
-            object.__setattr__(self, "num_key_value_heads", heads)
-        if not self.head_dim:
-            object.__setattr__(self, "head_dim", self.hidden_size // heads)
+        derived = {
+            "num_key_value_heads": self.num_key_value_heads or self.num_attention_heads,
+            "head_dim": self.head_dim or self.hidden_size // self.num_attention_heads,
+            "windows": self.windows or (None,) * self.num_hidden_layers,
+            "rotary": self.rotary or (True,) * self.num_hidden_layers,
+        }
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Config:
-        """Read ``config.json``. Raises ModelError when it is missing, damaged, or not of this architecture."""
+        """Read ``config.json``. Raises ModelError when it is missing, damaged, or not of this family."""
         path = Path(folder) / "config.json"
         raw = read_json(path)
-        if raw.get("model_type") != "llama":
-            raise ModelError(f"{path}: model_type is {raw.get('model_type')!r}; supported: llama")
-        if "quantization_config" in raw:
-            method = (raw["quantization_config"] or {}).get("quant_method", "an unnamed method")
-            raise ModelError(
-                f"{path}: the weights are quantized by {method}, which is not supported; use the original ones"
-            )
-        if raw.get("hidden_act", "silu") != "silu":
-            raise ModelError(f"{path}: hidden_act is {raw['hidden_act']!r}; supported: silu")
-
-        # transformers 5 moved rope_theta and rope_scaling into rope_parameters.
-        rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-        values = {**raw, "rope_theta": rope.get("rope_theta", raw.get("rope_theta", 10000.0)), "rope_scaling": rope}
-        values["dtype"] = DTYPES.get(str(raw.get("dtype") or raw.get("torch_dtype")).removeprefix("torch."))
-        known = {f.name: values[f.name] for f in fields(cls) if values.get(f.name) is not None}
-        missing = [f.name for f in fields(cls) if f.default is MISSING and f.name not in known]
-        if missing:
-            raise ModelError(f"{path}: no {', '.join(missing)}")
-        config = cls(**known)
-        config._check(path)
-        return config
-
-    def _check(self, path: Path) -> None:
-        sizes = [f.name for f in fields(self) if f.type == "int"]
-        wrong = [name for name in sizes if type(getattr(self, name)) is not int or getattr(self, name) < 1]
-        numbers = [name for name in ("rms_norm_eps", "rope_theta") if not _positive(getattr(self, name))]
-        flags = [f.name for f in fields(self) if f.type == "bool" and type(getattr(self, f.name)) is not bool]
-        for name in wrong + numbers + flags:
-            raise ModelError(f"{path}: {name} is {getattr(self, name)!r}")
-        if self.num_attention_heads % self.num_key_value_heads:
-            heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
-            raise ModelError(f"{path}: {heads} attention heads do not divide over {kv_heads} key/value heads")
-        if self.head_dim % 2:
-            raise ModelError(f"{path}: head_dim is {self.head_dim}, and rotary positions need an even one")
         try:
-            inverse_frequencies(self)
+            return cls._from_json(raw)
         except ModelError as error:
             raise ModelError(f"{path}: {error}") from None
 
+    @classmethod
+    def _from_json(cls, raw: dict) -> Config:
+        if raw.get("model_type") not in FAMILY:
+            raise ModelError(f"model_type is {raw.get('model_type')!r}; supported: {', '.join(FAMILY)}")
+        if quantized := raw.get("quantization_config"):
+            method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
+            raise ModelError(f"the weights are quantized ({method}), which is not supported; use the original ones")
+        if raw.get("hidden_act", "silu") != "silu":
+            raise ModelError(f"hidden_act is {raw['hidden_act']!r}; supported: silu")
+
+        raw = {**FAMILY[raw["model_type"]], **raw}
+        # transformers 5 moved rope_theta and rope_scaling into rope_parameters.
+        rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+        if not isinstance(rope, dict):
+            raise ModelError(f"rope_scaling is {rope!r}, and must be an object")
+        raw |= {"rope_scaling": rope, "rope_theta": rope.get("rope_theta", raw.get("rope_theta"))}
+        dtype = DTYPES.get(str(raw.get("dtype") or raw.get("torch_dtype")).removeprefix("torch."))
+
+        kinds = {"int": _natural, "float": _positive, "bool": lambda value: isinstance(value, bool)}
+        known = {"rope_scaling": rope, "dtype": dtype}
+        for field in fields(cls):
+            value = raw.get(field.name)
+            if field.type in kinds and value is not None:
+                if not kinds[field.type](value):
+                    raise ModelError(f"{field.name} is {value!r}")
+                known[field.name] = value
+            elif field.default is MISSING:
+                raise ModelError(f"no {field.name}")
+        rotary = _rotary_layers(raw, known["num_hidden_layers"])
+        config = cls(**known, rotary=rotary, windows=_windows(raw, rotary))
+        if config.num_attention_heads % config.num_key_value_heads:
+            heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+            raise ModelError(f"{heads} attention heads do not divide over {kv_heads} key/value heads")
+        if config.head_dim % 2 or not config.head_dim:
+            raise ModelError(f"head_dim is {config.head_dim}, and rotary positions need an even one")
+        Rotary(config)
+        return config
+
+
+def _natural(value) -> bool:
+    return type(value) is int and 0 < value < 2**40
+
 
 def _positive(value) -> bool:
-    return isinstance(value, int | float) and 0 < value < math.inf
+    return type(value) in (int, float) and 0 < value < math.inf
+
+
+def _rotary_layers(raw: dict, layers: int) -> tuple[bool, ...]:
+    """SmolLM3 leaves q and k of some layers as they are: those marked 0, or else each no_rope_layer_interval-th."""
+    if "no_rope_layer_interval" not in raw:
+        return (True,) * layers
+    marks = raw.get("no_rope_layers")
+    if marks is None:
+        if not _natural(interval := raw["no_rope_layer_interval"]):
+            raise ModelError(f"no_rope_layer_interval is {interval!r}")
+        marks = [(layer + 1) % interval for layer in range(layers)]
+    if not isinstance(marks, list) or len(marks) < layers or not all(isinstance(mark, int) for mark in marks):
+        raise ModelError("no_rope_layers must be a list with a 0 or a 1 for each layer")
+    return tuple(bool(mark) for mark in marks[:layers])
+
+
+def _windows(raw: dict, rotary: tuple[bool, ...]) -> tuple[int | None, ...]:
+    """The sliding window of each layer: where layer_types says so, or else where the type has it by its own rule."""
+    window, layers = raw.get("sliding_window"), len(rotary)
+    if raw["model_type"] == "llama" or window is None or not raw.get("use_sliding_window", False):
+        return (None,) * layers
+    if not _natural(window):
+        raise ModelError(f"sliding_window is {window!r}")
+    types = raw.get("layer_types")
+    if types is None and raw["model_type"] == "smollm3":
+        slides = [not turned for turned in rotary]
+    elif types is None:
+        first = raw["max_window_layers"]
+        if type(first) is not int:
+            raise ModelError(f"max_window_layers is {first!r}")
+        slides = [layer >= first for layer in range(layers)]
+    else:
+        if not isinstance(types, list) or len(types) != layers:
+            raise ModelError(f"layer_types must be a list of {layers}")
+        slides = [kind == "sliding_attention" for kind in types]
+    return tuple(window if slide else None for slide in slides)
 
 
 def read_json(path: Path) -> dict:
@@ -126,42 +194,103 @@ def read_json(path: Path) -> dict:
 # ---- rotary
 
 
-def inverse_frequencies(config: Config) -> Tensor:
-    """[D/2] float32: how many radians each pair of dimensions turns per position (RoPE, arXiv 2104.09864, eq. 15).
+class Rotary:
+    """How far each pair of dimensions of q and k is turned at a position (RoPE, arXiv 2104.09864, eq. 15).
 
-    ``rope_scaling`` may stretch them: ``linear`` (all by ``factor``) or ``llama3`` (the slow ones by ``factor``, the
-    fast ones not, a ramp between; Llama 3.1). Raises ModelError for any other type, by name.
+    Pair i turns by ``position · rope_theta^(-2i/D)`` radians. ``rope_scaling`` stretches that for contexts longer than
+    the model was first made for: ``linear`` all pairs by ``factor``; ``llama3`` the slow ones, the fast ones not, with
+    a ramp between (Llama 3.1); ``yarn`` likewise with another ramp, and longer q and k (arXiv 2309.00071); ``dynamic``
+    by a larger theta once the context is longer. Raises ModelError for another type, or a setting that is missing.
     """
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu") / config.head_dim
-    frequencies = 1.0 / config.rope_theta**exponents
-    scaling = config.rope_scaling or {}
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if kind == "default":
-        return frequencies
 
-    def setting(name: str) -> float:
-        if not _positive(scaling.get(name)):
-            raise ModelError(f"rope_scaling of type {kind} has {name} {scaling.get(name)!r}")
-        return scaling[name]
+    def __init__(self, config: Config, device: str | torch.device = "cpu"):
+        self.config, self.scaling = config, config.rope_scaling or {}
+        self.kind = self.scaling.get("rope_type") or self.scaling.get("type") or "default"
+        self.exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu") / config.head_dim
+        self.length = 1.0  # of the turned q and k, as a multiple
+        self.frequencies = 1.0 / config.rope_theta**self.exponents  # [D/2] float32, radians per position
+        scale = {"linear": self._linear, "llama3": self._llama3, "yarn": self._yarn, "dynamic": self._dynamic}
+        if self.kind not in ("default", *scale):
+            raise ModelError(
+                f"rope_scaling type {self.kind!r} is not supported; supported: default, {', '.join(scale)}"
+            )
+        if self.scaling.get("partial_rotary_factor", 1) != 1:
+            raise ModelError("partial_rotary_factor is not supported")
+        if self.kind != "default":
+            scale[self.kind](self._setting("factor"))
+        self.frequencies, self.exponents = self.frequencies.to(device), self.exponents.to(device)
 
-    if kind == "linear":
-        return frequencies / setting("factor")
-    if kind == "llama3":
-        low, high = setting("low_freq_factor"), setting("high_freq_factor")
-        turns = setting("original_max_position_embeddings") * frequencies / (2 * math.pi)
-        keep = ((turns - low) / (high - low)).clamp(0, 1)
-        return keep * frequencies + (1 - keep) * frequencies / setting("factor")
-    raise ModelError(f"rope_scaling type {kind!r} is not supported; supported: default, linear, llama3")
+    def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """positions [T] int64 -> cos, sin [T, 1, D] float32, as ``rotate`` wants them.
 
+        The first half of ``sin`` is negated, so that one roll in ``rotate`` serves both members of a pair.
+        """
+        turned = (positions[:, None].float() * self._frequencies_at(positions))[:, None]
+        cos, sin = turned.cos() * self.length, turned.sin() * self.length
+        return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
-def angles(positions: Tensor, inverse_frequencies: Tensor) -> tuple[Tensor, Tensor]:
-    """positions [T] int64, inverse_frequencies [D/2] float32 -> cos, sin [T, 1, D] float32, as ``rotate`` wants them.
+    def _frequencies_at(self, positions: Tensor) -> Tensor:
+        if self.kind != "dynamic":
+            return self.frequencies
+        # On the device, from the newest position: nothing is waited for. Keys keep the turn that they were stored
+        # with.
+        stretch = (self.factor * (positions[-1] + 1) / self.original - (self.factor - 1)).clamp(min=1)
+        dim = self.config.head_dim
+        return 1.0 / (self.config.rope_theta * stretch ** (dim / (dim - 2))) ** self.exponents
 
-    The first half of ``sin`` is negated, so that one roll in ``rotate`` serves both members of a pair.
-    """
-    turned = (positions[:, None].float() * inverse_frequencies)[:, None]
-    cos, sin = turned.cos(), turned.sin()
-    return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+    def _setting(self, name: str, default: float | None = None) -> float:
+        value = self.scaling.get(name)
+        value = default if value is None else value
+        if not _positive(value):
+            raise ModelError(f"rope_scaling of type {self.kind} has {name} {value!r}")
+        return value
+
+    def _linear(self, factor: float) -> None:
+        self.frequencies /= factor
+
+    def _llama3(self, factor: float) -> None:
+        low, high = self._setting("low_freq_factor"), self._setting("high_freq_factor")
+        if high <= low:
+            raise ModelError(f"rope_scaling has high_freq_factor {high}, which must be above low_freq_factor {low}")
+        turns = self._setting("original_max_position_embeddings") * self.frequencies / (2 * math.pi)
+        self._stretch_but(((turns - low) / (high - low)).clamp(0, 1), factor)
+
+    def _yarn(self, factor: float) -> None:
+        dim, log_theta = self.config.head_dim, math.log(self.config.rope_theta)
+        original = self._setting("original_max_position_embeddings", self.config.max_position_embeddings)
+        if log_theta <= 0:
+            raise ModelError(f"rope_theta is {self.config.rope_theta}, and yarn needs one above 1")
+
+        def pair_that_turns(times: float) -> float:
+            """Which pair (a fraction) turns so many times over the original length."""
+            return dim * math.log(original / (times * 2 * math.pi)) / (2 * log_theta)
+
+        low, high = (pair_that_turns(self._setting(n, d)) for n, d in (("beta_fast", 32.0), ("beta_slow", 1.0)))
+        if self.scaling.get("truncate", True):
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, dim - 1)
+        ramp = (torch.arange(dim // 2) - low) / (high - low if high != low else 0.001)
+        self._stretch_but(1 - ramp.clamp(0, 1), factor)
+
+        def longer(weight: float) -> float:
+            return 0.1 * weight * math.log(factor) + 1 if factor > 1 else 1.0
+
+        mscale, all_dim = self.scaling.get("mscale"), self.scaling.get("mscale_all_dim")
+        usual = (
+            longer(self._setting("mscale")) / longer(self._setting("mscale_all_dim"))
+            if mscale and all_dim
+            else longer(1)
+        )
+        self.length = self._setting("attention_factor", usual)
+
+    def _dynamic(self, factor: float) -> None:
+        self.factor, self.original = factor, self.config.max_position_embeddings
+        if self.config.head_dim < 4:
+            raise ModelError(f"head_dim is {self.config.head_dim}, and dynamic positions need more")
+
+    def _stretch_but(self, keep: Tensor, factor: float) -> None:
+        """Slow each pair down by ``factor``, but for the part ``keep`` [D/2] of it."""
+        self.frequencies = keep * self.frequencies + (1 - keep) * self.frequencies / factor
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -226,12 +355,12 @@ def cpu_multiplies(dtype: torch.dtype) -> bool:
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x²) + eps) · weight, in float32 (arXiv 1910.07467)."""
+    """x / sqrt(mean(x²) + eps) · weight over the last dimension, in float32 (arXiv 1910.07467)."""
 
-    def __init__(self, config: Config):
+    def __init__(self, size: int, eps: float):
         super().__init__()
-        self.weight = empty(config.hidden_size)
-        self.eps = config.rms_norm_eps
+        self.weight = empty(size)
+        self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
@@ -242,20 +371,24 @@ class Attention(nn.Module):
 
     def __init__(self, config: Config, layer: int):
         super().__init__()
-        self.layer = layer
-        self.heads, self.kv_heads, self.head_dim = (
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            config.head_dim,
-        )
+        self.layer, self.turned = layer, config.rotary[layer]
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.head_dim = config.head_dim
         rows, bias = (self.heads + 2 * self.kv_heads) * self.head_dim, config.attention_bias
-        self.qkv_proj = Linear(config.hidden_size, rows, bias=bias)
+        self.qkv_proj = Linear(config.hidden_size, rows, bias=bias or config.qkv_bias)
         self.o_proj = SummedLinear(self.heads * self.head_dim, config.hidden_size, bias=bias)
+        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache) -> Tensor:
         qkv = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))
         qk, v = qkv.split((self.heads + self.kv_heads, self.kv_heads), 1)
-        q, k = rotate(qk, cos, sin).split((self.heads, self.kv_heads), 1)
+        if self.q_norm is not None:
+            q, k = qk.split((self.heads, self.kv_heads), 1)
+            qk = torch.cat((self.q_norm(q.float()), self.k_norm(k.float())), 1)
+        if self.turned:
+            qk = rotate(qk, cos, sin)
+        q, k = qk.to(v.dtype).split((self.heads, self.kv_heads), 1)
         return self.o_proj(kv_cache.attend(self.layer, q, k, v).flatten(1))
 
 
@@ -277,8 +410,10 @@ class Layer(nn.Module):
 
     def __init__(self, config: Config, layer: int):
         super().__init__()
-        self.input_layernorm, self.self_attn = RMSNorm(config), Attention(config, layer)
-        self.post_attention_layernorm, self.mlp = RMSNorm(config), MLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config, layer)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, kv_cache)
@@ -297,15 +432,15 @@ class Llama(nn.Module):
         self.config, self.name = config, ""
         self.embed_tokens = Linear(config.hidden_size, config.vocab_size)
         self.layers = nn.ModuleList(Layer(config, layer) for layer in range(config.num_hidden_layers))
-        self.norm = RMSNorm(config)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         tied = config.tie_word_embeddings
         self.lm_head = self.embed_tokens if tied else Linear(config.hidden_size, config.vocab_size)
-        self.inverse_frequencies = inverse_frequencies(config)
+        self.rotary = Rotary(config)
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, kv_cache) -> Tensor:
         """tokens [T] int64, after ``cache.extend(T)`` -> hidden [T, hidden_size] float32."""
-        cos, sin = angles(kv_cache.positions, self.inverse_frequencies)
+        cos, sin = self.rotary(kv_cache.positions)
         x = F.embedding(tokens, self.embed_tokens.weight).float()
         for layer in self.layers:
             x = layer(x, cos, sin, kv_cache)
@@ -462,6 +597,6 @@ def load(
         setattr(module, leaf, nn.Parameter(target, requires_grad=False))
         if isinstance(module, SummedLinear):
             module.world = world
-    model.inverse_frequencies = inverse_frequencies(config).to(device)
+    model.rotary = Rotary(config, device)
     model.name = folder.resolve().name
     return model.eval()

@@ -13,7 +13,7 @@ from conftest import tiny_folder
 from safetensors.torch import load_file, save_file
 
 from cache import make
-from model import Config, ModelError, angles, inverse_frequencies, load, multiply, rotate
+from model import Config, ModelError, Rotary, load, multiply, rotate
 
 TOKENS = [5, 17, 200, 33, 5, 90, 121, 8, 64, 250, 5, 17, 3, 77, 140, 31]
 
@@ -121,7 +121,7 @@ def test_a_residual_stream_beyond_float16_does_not_overflow(tiny_gqa):
 def test_a_pair_half_a_head_apart_turns_by_position_times_frequency_in_float32():
     """At position 257 the cosine is 0.819306; in bfloat16 that position cannot be told from 256."""
     config = Config(vocab_size=8, hidden_size=4, intermediate_size=4, num_hidden_layers=1, num_attention_heads=1)
-    cos, sin = angles(torch.tensor([257]), inverse_frequencies(config))
+    cos, sin = Rotary(config)(torch.tensor([257]))
     turned = rotate(torch.tensor([[[1.0, 0.0, 0.0, 0.0]]]), cos, sin)[0, 0]
     torch.testing.assert_close(turned, torch.tensor([0.819306, 0.0, math.sin(257), 0.0]), atol=1e-5, rtol=0)
 
