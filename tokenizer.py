@@ -2,8 +2,7 @@
 
 Two ideas carry this file. A token is a string of bytes, and text is the UTF-8 of those bytes joined: so a stream is
 decoded byte by byte, in linear time, and shows only whole characters. And what a person types is text, never control:
-the tokenizer in use knows its control tokens under secret names, which only the template's own words are translated
-to.
+the tokenizer in use knows no control token by its name, and only the template's own words are translated to one.
 """
 
 from __future__ import annotations
@@ -12,13 +11,19 @@ import codecs
 import json
 import re
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
+
+SURROGATES = re.compile("[\ud800-\udfff]")  # no text that is clean has one, so here they mark what a message spelled
 
 
 class TokenizerError(Exception):
     """A tokenizer or a template that cannot be used; the text is one line that names the file or the reason."""
+
+    def __init__(self, text: str):
+        super().__init__(" ".join(SURROGATES.sub("", text).split()))
 
 
 class Stream:
@@ -57,10 +62,9 @@ class Tokenizer:
         self, backend: JsonBackend | SentencePieceBackend, config: dict, template: str | None, stop_ids: set[int]
     ):
         self._backend, self._config, self._template = backend, config, template
-        self._nonce = secrets.token_hex(8)
         self.piece, self.strips_first_space = backend.piece, backend.strips_first_space
-        names = sorted(backend.control, key=len, reverse=True)
-        self._control = re.compile("|".join(map(re.escape, names)) or r"(?!)")
+        names = sorted(filter(None, backend.control), key=len, reverse=True)
+        self._control = re.compile(f"({SURROGATES.pattern}?)({'|'.join(map(re.escape, names)) or '(?!)'})")
         self.stop_ids = stop_ids | self._template_stop()
 
     @classmethod
@@ -105,45 +109,44 @@ class Tokenizer:
     # ---- templates
 
     def _render(self, messages: list[dict], add_generation_prompt: bool) -> str:
-        """The template's text, in which each control token's name that stands in a message bears the nonce."""
-        from jinja2 import TemplateError
-
+        """The template's text, in which each control token's name that stands in a message follows its mark."""
         if self._template is None:
             raise TokenizerError("this model has no chat template; use --raw")
-        marked = [{**m, "content": self._control.sub(self._disguise, _clean(m["content"]))} for m in messages]
-        special = {name: _content(value) for name, value in self._config.items() if name.endswith("_token")}
+        template, marked = self._compiled, [*map(self._marked, messages)]
+        special = {
+            k: name for k, v in self._config.items() if k.endswith("_token") and (name := _content(v)) is not None
+        }
         try:
-            return self._compiled.render(
+            return template.render(
                 special, messages=marked, tools=None, documents=None, add_generation_prompt=add_generation_prompt
             )
-        except TemplateError as error:
-            raise TokenizerError(f"the chat template refuses this conversation: {error.message}") from None
         except Exception as error:  # a template is a program of someone else's and may fail in any way
-            raise TokenizerError(f"the chat template fails: {type(error).__name__}: {error}") from None
+            words = getattr(error, "message", None) or repr(error)  # its own, if it raised them
+            raise TokenizerError(f"the chat template refuses this conversation: {words}") from None
 
     @cached_property
     def _compiled(self):
-        from jinja2 import TemplateError
-
-        try:
+        with _told("the chat template cannot be read"):
             return _environment().from_string(self._template)
-        except (TemplateError, RecursionError) as error:
-            raise TokenizerError(f"the chat template cannot be read: {error}") from None
 
-    def _disguise(self, match: re.Match) -> str:
-        return f"{self._nonce}{match.group().encode().hex()}:"
+    def _marked(self, message: dict) -> dict:
+        """A message with a mark before each control token's name; a template may well cut the text between the two."""
+        fields = {k: v for k, v in message.items() if v is not None} if isinstance(message, dict) else {}
+        if not fields.keys() >= {"role", "content"} or not all(isinstance(v, str) for kv in fields.items() for v in kv):
+            raise TokenizerError("a message needs a role and a content, and all its fields must be text")
+        return dict([self._control.sub(self._mark, _clean(text)) for text in pair] for pair in fields.items())
+
+    def _mark(self, match: re.Match) -> str:
+        return chr(0xD800 + self._backend.control[match[2]] % 2048) + match[2]
 
     def _encode_rendered(self, text: str) -> list[int]:
-        """Ids of a rendered template: what is still a control token's name is one, and what was disguised is text."""
-        disguised = re.compile(f"{self._nonce}([0-9a-f]+):")
-        parts, end = [], 0
-        for match in [*self._control.finditer(text), None]:
-            plain = text[end : match.start() if match else None]
-            parts.append(disguised.sub(lambda hidden: bytes.fromhex(hidden[1]).decode(), plain))
-            if match:
-                parts.append(self._backend.control[match.group()])
-                end = match.end()
-        return self._backend.encode_parts(parts)
+        """Ids of a rendered template: a control token's name is one, unless its mark says that it is a message's."""
+        parts, start = [], 0
+        for match in self._control.finditer(text):
+            if match[0] != self._mark(match):
+                parts += [SURROGATES.sub("", text[start : match.start()]), self._backend.control[match[2]]]
+                start = match.end()
+        return self._backend.encode_parts([*parts, SURROGATES.sub("", text[start:])])
 
     def _template_stop(self) -> set[int]:
         """The control token with which the template ends an answer, if it does."""
@@ -156,7 +159,7 @@ class Tokenizer:
         except TokenizerError:
             return set()  # said when the template is used in earnest
         match = self._control.match(after)
-        return {self._backend.control[match.group()]} if match else set()
+        return {self._backend.control[match[2]]} if match else set()
 
 
 def _environment():
@@ -197,16 +200,14 @@ def _environment():
 
 def _find_template(folder: Path, config: dict) -> str | None:
     """The chat template of a folder: a file of its own, or in tokenizer_config.json, there perhaps one of several."""
-    try:
-        return (folder / "chat_template.jinja").read_text("utf-8")
-    except FileNotFoundError:
-        pass
-    except (OSError, ValueError) as error:
-        raise TokenizerError(f"{folder / 'chat_template.jinja'}: cannot be read ({error})") from None
+    own = folder / "chat_template.jinja"
+    with _told(f"{own}: cannot be read"):
+        if own.exists():
+            return own.read_text("utf-8")
     found = _read_json(folder / "chat_template.json", optional=True).get("chat_template") or config.get("chat_template")
     if isinstance(found, list):
-        named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
-        found = named.get("default")
+        named = [entry.get("template") for entry in found if isinstance(entry, dict) and entry.get("name") == "default"]
+        found = named[0] if named else None
     return found if isinstance(found, str) else None
 
 
@@ -214,49 +215,41 @@ def _find_template(folder: Path, config: dict) -> str | None:
 
 
 class JsonBackend:
-    """``tokenizer.json``, by the tokenizers library, with its added tokens renamed so that no text can spell them.
-
-    control: name -> id of every added token, special or not.
-    """
+    """``tokenizer.json``, by the tokenizers library, with its control tokens renamed so that no text can spell them;
+    ``control`` has their ids by name."""
 
     def __init__(self, path: Path):
         from tokenizers import Tokenizer as Engine
 
-        raw = _read_json(path)
-        try:
-            added = {token["id"]: token for token in raw["added_tokens"]}
-            self.control = {token["content"]: i for i, token in added.items()}
-            self._texts = {i: b"" if token["special"] else token["content"].encode() for i, token in added.items()}
-            nonce = secrets.token_hex(8)
+        raw, self._path = _read_json(path), path
+        with _told(f"{path}: not a usable tokenizer"):
+            kinds = set(_types(raw.get("decoder")))
+            self._byte_level = "ByteLevel" in kinds
+            self.strips_first_space = bool(kinds & {"Strip", "Metaspace"})
+            added, plain = raw["added_tokens"], str.encode if self._byte_level else _sentencepiece_bytes
+            self._texts = {token["id"]: b"" if token["special"] else plain(token["content"]) for token in added}
+            self.control = {token["content"]: token["id"] for token in added if _is_control(token)}
             # Private-use characters around the name: no normalizer changes them and no word touches them.
-            self._secret = {i: f"\ue000{nonce}{i}\ue001" for i in added}
+            self._secret = {i: f"\ue000{secrets.token_hex(8)}\ue001" for i in self.control.values()}
             _rename(raw, self.control, self._secret)
-            self._engine = Engine.from_str(json.dumps(raw))
-        except Exception as error:  # tokenizers raises nothing narrower
-            raise TokenizerError(f"{path}: not a usable tokenizer ({type(error).__name__}: {error})") from None
-        self._engine.no_truncation()
-        self._engine.no_padding()
-        kinds = set(_types(raw.get("decoder")))
-        self._byte_level = "ByteLevel" in kinds
+            self._engine = Engine.from_str(json.dumps(raw | {"truncation": None, "padding": None}))
         if not self._byte_level and not kinds & {"Metaspace", "ByteFallback", "Replace"}:
-            raise TokenizerError(
-                f"{path}: decoder {sorted(kinds)} is not supported; supported: byte level, sentencepiece's"
-            )
-        self.strips_first_space = bool(kinds & {"Strip", "Metaspace"})
+            raise TokenizerError(f"{path}: its decoder, {sorted(kinds)}, is neither byte-level nor sentencepiece's")
 
-    def encode(self, text: str) -> list[int]:
-        return self._engine.encode(text).ids
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        with _told(f"{self._path}: not a usable tokenizer"):
+            return self._engine.encode(text, add_special_tokens=add_special_tokens).ids
 
     def encode_parts(self, parts: list[str | int]) -> list[int]:
         """Ids of texts and control tokens in a row, nothing added."""
         text = "".join(self._secret[part] if isinstance(part, int) else part for part in parts)
-        return self._engine.encode(text, add_special_tokens=False).ids
+        return self.encode(text, add_special_tokens=False)
 
     def piece(self, token: int) -> bytes:
         """The bytes that a token stands for; none for control tokens and for ids that do not exist."""
         if token in self._texts:
             return self._texts[token]
-        name = self._engine.id_to_token(token)
+        name = self._engine.id_to_token(token) if 0 <= token < 1 << 32 else None
         if name is None:
             return b""
         if self._byte_level:
@@ -264,10 +257,18 @@ class JsonBackend:
         return _sentencepiece_bytes(name)
 
 
+def _is_control(token: dict) -> bool:
+    """Whether an added token is control: flagged as special, or markup. Single characters (deepseek-coder), words and
+    runs of spaces (GPT-NeoX) are added too, and those are text."""
+    name = token["content"]
+    return bool((len(name) > 1 and re.search(r"[^\w\s▁]", name)) or token.get("special"))
+
+
 def _rename(raw: dict, control: dict[str, int], secret: dict[int, str]) -> None:
     """Put the secret names into a parsed tokenizer.json, wherever a name stands for its id."""
     for token in raw["added_tokens"]:
-        token["content"] = secret[token["id"]]
+        if token["id"] in secret:  # not normalized, lest Llama's normalizer put a space before the name
+            token |= {"content": secret[token["id"]], "normalized": False}
     model = raw["model"]
     if isinstance(model["vocab"], dict):
         model["vocab"] = {secret.get(i, name) if name in control else name: i for name, i in model["vocab"].items()}
@@ -275,45 +276,54 @@ def _rename(raw: dict, control: dict[str, int], secret: dict[int, str]) -> None:
         model["vocab"] = [[secret.get(i, name), score] for i, (name, score) in enumerate(model["vocab"])]
     if model.get("unk_token") in control:
         model["unk_token"] = secret[control[model["unk_token"]]]
+    if model.get("merges"):  # no pieces may merge to a control token
+        pairs = (pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"])
+        model["merges"] = [[a, b] for a, b in pairs if not (a in control or b in control or a + b in control)]
 
 
 def _types(decoder: dict | None) -> Iterable[str]:
     """The types in a decoder, those inside a sequence too."""
     if decoder:
-        yield decoder.get("type", "")
+        # A Metaspace for text without a leading space only replaces.
+        yield "Replace" if decoder.get("prepend_scheme") == "never" else decoder["type"]
         for inner in decoder.get("decoders", ()):
             yield from _types(inner)
 
 
 class SentencePieceBackend:
     """``tokenizer.model``, by the sentencepiece library; control tokens are those of the model and of
-    tokenizer_config.json."""
-
-    strips_first_space = True
+    tokenizer_config.json, and markup that the model defines as a piece of its own."""
 
     def __init__(self, path: Path, config: dict):
-        from sentencepiece import SentencePieceProcessor
+        from sentencepiece import SentencePieceProcessor as Engine
 
-        try:
-            self._first, self._later = (SentencePieceProcessor(model_file=str(path)) for _ in range(2))
-        except (RuntimeError, OSError) as error:
-            raise TokenizerError(f"{path}: not a sentencepiece model ({error})") from None
-        if config.get("legacy", True) is False:
-            # Only the text at the very start gets sentencepiece's leading space; in the older way each text after a
-            # control token does.
-            self._later.override_normalizer_spec(add_dummy_prefix=False)
-        engine = self._first
-        ids = range(engine.get_piece_size())
-        self.control = {engine.id_to_piece(i): i for i in ids if engine.is_control(i) or engine.is_unknown(i)}
-        added = config.get("added_tokens_decoder") or {}
-        self.control |= {token["content"]: int(i) for i, token in added.items()}
-        self._texts = dict.fromkeys(self.control.values(), b"")
-        self._texts |= {int(i): token["content"].encode() for i, token in added.items() if not token.get("special")}
+        with _told(f"{path}: not a usable tokenizer"):
+            model = path.read_bytes()
+            # In protobuf what is appended wins: this is normalizer_spec.add_dummy_prefix = false.
+            engine, bare = Engine(model_proto=model), Engine(model_proto=model + b"\x1a\x02\x18\x00")
+            # A piece is its name, score and type, of which 4 is user-defined.
+            defined = re.findall(rb"\n.\n.([^\x15]+)\x15.{4}\x18\x04", model, re.DOTALL)
+            added = {engine.piece_to_id(name): {"content": name} for name in map(bytes.decode, defined)}
+            added |= {int(i): token for i, token in (config.get("added_tokens_decoder") or {}).items()}
+            ids = range(engine.get_piece_size())
+            names = {i: engine.id_to_piece(i) for i in ids} | {i: token["content"] for i, token in added.items()}
+            hidden = [i for i in ids if engine.is_control(i) or engine.is_unknown(i)]
+            hidden += [i for i, token in added.items() if token.get("special")]
+            self.control = {names[i]: i for i in [*hidden, *(i for i, token in added.items() if _is_control(token))]}
+            self._texts = {i: _sentencepiece_bytes(name) for i, name in names.items()} | dict.fromkeys(hidden, b"")
+            # The engine itself makes one id of a name that is user-defined: where a text spells it, it stays in two.
+            self._spelled = {i: bare.encode(name[:1]) + bare.encode(name[1:]) for name, i in self.control.items()}
+            self._spelled.pop(engine.unk_id(), None)
+        # Only the text at the very start gets sentencepiece's leading space; in the older way each text after a
+        # control token does.
+        self._first = bare if config.get("add_prefix_space") is False else engine
+        self._later = self._first if config.get("legacy") else bare
+        self.strips_first_space = self._first.normalize("a") != "a"
         self._bos = [engine.bos_id()] if config.get("add_bos_token", True) and engine.bos_id() >= 0 else []
         self._eos = [engine.eos_id()] if config.get("add_eos_token", False) and engine.eos_id() >= 0 else []
 
     def encode(self, text: str) -> list[int]:
-        return [*self._bos, *self._first.encode(text), *self._eos]
+        return [*self._bos, *self._plain(self._first, text), *self._eos]
 
     def encode_parts(self, parts: list[str | int]) -> list[int]:
         """Ids of texts and control tokens in a row, nothing added."""
@@ -322,14 +332,15 @@ class SentencePieceBackend:
             if isinstance(part, int):
                 ids.append(part)
             elif part:
-                ids += (self._later if ids else self._first).encode(part)
+                ids += self._plain(self._later if ids else self._first, part)
         return ids
+
+    def _plain(self, engine, text: str) -> list[int]:
+        return [piece for i in engine.encode(text) for piece in self._spelled.get(i, (i,))]
 
     def piece(self, token: int) -> bytes:
         """The bytes that a token stands for; none for control tokens and for ids that do not exist."""
-        if token in self._texts:
-            return self._texts[token]
-        return _sentencepiece_bytes(self._first.id_to_piece(token)) if token < self._first.get_piece_size() else b""
+        return self._texts.get(token, b"")
 
 
 def _sentencepiece_bytes(name: str) -> bytes:
@@ -353,23 +364,29 @@ BYTE_OF = _byte_alphabet()
 # ---- reading
 
 
-def _read_json(path: Path, optional: bool = False) -> dict:
+@contextmanager
+def _told(trouble: str) -> Iterator[None]:
+    """Turns whatever a library raises over a damaged file into TokenizerError."""
     try:
-        value = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        if optional:
-            return {}
-        raise TokenizerError(f"{path}: no such file") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise TokenizerError(f"{path}: cannot be read ({error})") from None
+        yield
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a panic of tokenizers is no Exception
+        raise TokenizerError(f"{trouble}: {error!r}") from None
+
+
+def _read_json(path: Path, optional: bool = False) -> dict:
+    with _told(f"{path}: cannot be read"):
+        value = {} if optional and not path.exists() else json.loads(path.read_bytes())
     if not isinstance(value, dict):
         raise TokenizerError(f"{path}: not a JSON object")
     return value
 
 
-def _content(token: str | dict | None) -> str | None:
-    """The text of a token that a config names, which may be a string or an object."""
-    return token.get("content") if isinstance(token, dict) else token
+def _content(token: object) -> str | None:
+    """The text of a token that a config names as a string or an object."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
 
 
 def _clean(text: str) -> str:

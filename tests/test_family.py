@@ -107,7 +107,7 @@ def test_chunks_across_the_window_give_the_logits_of_a_recompute(folder, chunk):
 
 
 def test_a_window_counts_the_token_itself():
-    """With one layer and a window of 3, an output changes with the value of the third last token, not the fourth last."""
+    """With one layer and a window of 3, an output feels the value of the third last token, not the fourth."""
     config = Config(
         vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, windows=(3,)
     )
