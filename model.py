@@ -95,7 +95,7 @@ class Config:
 
     @classmethod
     def _from_json(cls, raw: dict) -> Config:
-        if raw.get("model_type") not in FAMILY:
+        if str(raw.get("model_type")) not in FAMILY:
             raise ModelError(f"model_type is {raw.get('model_type')!r}; supported: {', '.join(FAMILY)}")
         if quantized := raw.get("quantization_config"):
             method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
@@ -121,6 +121,9 @@ class Config:
                 known[field.name] = value
             elif field.default is MISSING:
                 raise ModelError(f"no {field.name}")
+        for name in ("num_hidden_layers", "head_dim"):
+            if known.get(name, 0) > 2**16:
+                raise ModelError(f"{name} is {known[name]}")
         rotary = _rotary_layers(raw, known["num_hidden_layers"])
         config = cls(**known, rotary=rotary, windows=_windows(raw, rotary))
         if config.num_attention_heads % config.num_key_value_heads:
@@ -133,7 +136,7 @@ class Config:
 
 
 def _natural(value) -> bool:
-    return type(value) is int and 0 < value < 2**40
+    return type(value) is int and 0 < value < 2**31
 
 
 def _positive(value) -> bool:
@@ -468,34 +471,43 @@ class Llama(nn.Module):
 
 # ---- loading
 
+STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
 
 class Checkpoint:
-    """The tensors in a folder's safetensors, found through the index if there is one, mapped and read one at a
-    time."""
+    """The tensors in a folder's safetensors, found through the index if there is one; headers are read, not data.
+
+    Raises ModelError for a file that is missing, damaged or outside the folder. Files that the index does not name are
+    not looked at.
+    """
 
     def __init__(self, folder: Path):
         self.folder = folder
-        index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-        if index.exists():
-            weight_map = read_json(index).get("weight_map")
-            if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-                raise ModelError(f"{index}: no weight_map of tensor names to file names")
-            outside = sorted(name for name in set(weight_map.values()) if not name or Path(name).name != name)
-            if outside:
-                raise ModelError(f"{index}: {outside[0]!r} is not the name of a file in the folder")
-            missing = sorted(name for name in set(weight_map.values()) if not (folder / name).is_file())
-            if missing:
-                raise ModelError(
-                    f"{folder / missing[0]}: missing, though {index.name} names it; download the folder again"
-                )
-            self.files = {name: folder / file for name, file in weight_map.items()}
-        elif single.exists():
-            with self._open(single) as file:
-                self.files = dict.fromkeys(file.keys(), single)
-        else:
-            raise ModelError(
-                f"{folder}: no model.safetensors and no model.safetensors.index.json; a model folder needs one"
-            )
+        self.tensors: dict[str, tuple[Path, str, list[int]]] = {}  # name -> file, stored dtype, shape
+        for path in self._files():
+            with self._open(path) as file:
+                names = file.keys()
+                for name in names:
+                    header = file.get_slice(name)
+                    self.tensors[name] = path, header.get_dtype(), header.get_shape()
+
+    def _files(self) -> list[Path]:
+        index, single = self.folder / "model.safetensors.index.json", self.folder / "model.safetensors"
+        if not index.exists():
+            if not single.exists():
+                needs = "a model folder needs model.safetensors, or its shards and model.safetensors.index.json"
+                raise ModelError(f"{self.folder}: no weights; {needs}")
+            return [single]
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise ModelError(f"{index}: no weight_map of tensor names to file names")
+        names = sorted(set(weight_map.values()))
+        for name in names:
+            if not name or Path(name).name != name:
+                raise ModelError(f"{index}: {name!r} is not the name of a file in the folder")
+            if not (self.folder / name).is_file():
+                raise ModelError(f"{self.folder / name}: missing, though {index.name} names it; download it again")
+        return [self.folder / name for name in names]
 
     def _open(self, path: Path):
         try:
@@ -503,46 +515,56 @@ class Checkpoint:
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{path}: not a whole safetensors file ({error}); download it again") from None
 
-    def path(self, name: str) -> Path:
-        if name not in self.files:
-            raise ModelError(f"{self.folder}: the weights hold no tensor {name}")
-        return self.files[name]
-
     def dtype(self, name: str) -> torch.dtype:
-        """The stored dtype of a tensor, from the file's header alone."""
-        with self._open(self.path(name)) as file:
-            stored = file.get_slice(name).get_dtype()
-        known = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-        if stored not in known:
-            raise ModelError(f"{self.path(name)}: {name} is stored as {stored}; supported: {', '.join(known)}")
-        return known[stored]
+        """The stored dtype of a tensor. Raises ModelError when it is missing, or of a kind that is not supported."""
+        if name not in self.tensors:
+            raise ModelError(f"{self.folder}: the weights hold no tensor {name}")
+        path, stored, _ = self.tensors[name]
+        if stored not in STORED:
+            raise ModelError(f"{path}: {name} is stored as {stored}; supported: {', '.join(STORED)}")
+        return STORED[stored]
 
-    def copy(self, name: str, target: Tensor, dim: int, rank: int, world: int) -> None:
-        """Copy rank's part of a tensor, the rank-th of ``world`` along ``dim``, converting to target's dtype and
-        device.
+    def check(self, source: Source, world: int) -> None:
+        """Raise ModelError unless the tensor is there, of a supported dtype, and of the shape that the config
+        wants."""
+        self.dtype(source.name)
+        path, _, shape = self.tensors[source.name]
+        if shape != (wanted := source.whole(world)):
+            raise ModelError(f"{path}: {source.name} is {shape}, where config.json wants {wanted}")
+
+    def copy(self, source: Source, target: Tensor, rank: int) -> None:
+        """Copy rank's part of a tensor, converting to target's dtype and device.
 
         The file is mapped anew for every 16 MiB: the pages of a mapping count as this process's memory for as long as
         it lives, and with one mapping for the whole load they would come to the size of the weights once more.
         """
-        path, shape = self.path(name), list(target.shape)
-        self.dtype(name)
-        first = [0] * len(shape)
-        first[dim], shape[dim] = rank * shape[dim], world * shape[dim]
-        with self._open(path) as file:
-            stored = file.get_slice(name).get_shape()
-        if stored != shape:
-            raise ModelError(f"{path}: {name} is {stored}, where config.json wants {shape}")
+        first = [rank * size if dim == source.dim else 0 for dim, size in enumerate(source.shape)]
         rows = max(1, 2**24 // max(1, target[:1].nbytes))
         for start in range(0, len(target), rows):
             block = target[start : start + rows]
             place = tuple(slice(f, f + n) for f, n in zip([first[0] + start, *first[1:]], block.shape, strict=True))
-            with self._open(path) as file:
-                block.copy_(file.get_slice(name)[place])
+            with self._open(self.tensors[source.name][0]) as file:
+                block.copy_(file.get_slice(source.name)[place])
 
 
-def sources(parameter: str, config: Config) -> list[tuple[str, int | None]]:
-    """The stored tensors that make one of our parameters, in order: (Hugging Face name, rows), rows None for all of
-    them."""
+@dataclass(frozen=True)
+class Source:
+    """A stored tensor, by its Hugging Face name, and this rank's part of it: ``shape``, split over ranks along
+    ``dim``."""
+
+    name: str
+    shape: tuple[int, ...]
+    dim: int | None
+
+    def whole(self, world: int) -> list[int]:
+        return [size * world if dim == self.dim else size for dim, size in enumerate(self.shape)]
+
+
+def sources(parameter: str, shape: torch.Size, config: Config) -> list[Source]:
+    """The stored tensors that make one of our parameters, one below the other.
+
+    Projections that read the same input are one matrix here, so that a step makes one call instead of three or two.
+    """
     name = parameter if parameter.startswith("lm_head.") else f"model.{parameter}"
     queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
     fused = {
@@ -551,8 +573,9 @@ def sources(parameter: str, config: Config) -> list[tuple[str, int | None]]:
     }
     for ours, parts in fused.items():
         if f".{ours}." in name:
-            return [(name.replace(ours, part), rows) for part, rows in parts.items()]
-    return [(name, None)]
+            return [Source(name.replace(ours, part), (rows, *shape[1:]), 0) for part, rows in parts.items()]
+    columns = name.endswith(("o_proj.weight", "down_proj.weight"))
+    return [Source(name, tuple(shape), 1 if columns else None)]
 
 
 def share(config: Config, world: int) -> Config:
@@ -581,22 +604,27 @@ def load(
     folder = Path(folder)
     if not folder.is_dir():
         raise ModelError(f"{folder}: no such model folder")
-    config = share(Config.from_folder(folder), world)
-    checkpoint = Checkpoint(folder)
+    config, checkpoint = share(Config.from_folder(folder), world), Checkpoint(folder)
     dtype = dtype or checkpoint.dtype("model.embed_tokens.weight")
+    checkpoint.dtype(f"model.layers.{config.num_hidden_layers - 1}.input_layernorm.weight")  # before so many are made
     model = Llama(config)
-    for name, parameter in list(model.named_parameters()):
+    plan = {name: sources(name, parameter.shape, config) for name, parameter in model.named_parameters()}
+    for parts in plan.values():
+        for source in parts:
+            checkpoint.check(source, world)
+    for name, parts in plan.items():
         module, leaf = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
-        wanted = torch.float32 if isinstance(module, RMSNorm) else dtype
-        target = torch.empty(parameter.shape, dtype=wanted, device=device)
-        parts = sources(name, config)
-        dim = 1 if isinstance(module, SummedLinear) and leaf == "weight" else 0
-        split = len(parts) > 1 or dim == 1
-        for (source, _), part in zip(parts, target.split([rows or len(target) for _, rows in parts]), strict=True):
-            checkpoint.copy(source, part, dim, *((rank, world) if split else (0, 1)))
+        shape, wanted = getattr(module, leaf).shape, torch.float32 if isinstance(module, RMSNorm) else dtype
+        try:
+            target = torch.empty(shape, dtype=wanted, device=device)
+        except RuntimeError as error:  # OutOfMemoryError is one
+            raise ModelError(
+                f"{folder}: no memory for the weights on {device} ({str(error).splitlines()[0]})"
+            ) from None
+        for source, rows in zip(parts, target.split([source.shape[0] for source in parts]), strict=True):
+            checkpoint.copy(source, rows, rank)
         setattr(module, leaf, nn.Parameter(target, requires_grad=False))
         if isinstance(module, SummedLinear):
             module.world = world
-    model.rotary = Rotary(config, device)
-    model.name = folder.resolve().name
+    model.rotary, model.name = Rotary(config, device), folder.resolve().name
     return model.eval()

@@ -265,7 +265,7 @@ def test_weights_that_are_not_whole_are_refused_by_file_name(tiny_gqa, tmp_path)
             load(folder)
         assert "\n" not in str(refusal.value)
     weights.unlink()
-    with pytest.raises(ModelError, match=r"no model\.safetensors"):
+    with pytest.raises(ModelError, match=r"no weights; a model folder needs"):
         load(folder)
     with pytest.raises(ModelError, match="no such model folder"):
         load(tmp_path / "nowhere")
