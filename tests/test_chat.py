@@ -66,7 +66,8 @@ def environment(**extra) -> dict[str, str]:
 def start(*argv, **options) -> subprocess.Popen:
     """chat.py as a process of its own, by default without input."""
     streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen([sys.executable, CHAT, *argv], **{**streams, "env": environment(), **options})
+    # Unbuffered, so that what a test has not read yet is still in the pipe for communicate().
+    return subprocess.Popen([sys.executable, CHAT, *argv], **{**streams, "bufsize": 0, "env": environment(), **options})
 
 
 def is_one_line(stderr: str, *parts: str) -> bool:
@@ -455,7 +456,7 @@ def test_full_disk_is_one_line(successor):
 
 def test_ctrl_c_keeps_what_was_said_and_exits_130(endless):
     process = start("--model", endless, "-p", "hi", "-c", "50000", "--stats", "summary")
-    assert process.stdout.read(4) == b"abab"
+    assert b"".join(process.stdout.read(1) for _ in range(4)) == b"abab"
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=20)
     assert process.returncode == 130
