@@ -46,7 +46,8 @@ def count(text: str) -> int:
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
-    """The options in ``argv``, None being the command line's. Raises ChatError for one that is unknown or malformed."""
+    """The options in ``argv``, None being the command line's. Raises ChatError for one that is unknown or
+    malformed."""
     parser = Parser(
         prog="chat.py",
         description="Chat with a LLaMA-architecture model, and see what its KV cache holds.",
@@ -97,6 +98,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--stats", choices=STATS, help="what is shown of cache and speed (default: live on a terminal, else summary)")
     add("--json", action="store_true", help="one JSON object per event on stdout")
     add("--verify", action="store_true", help="recompute each step without the cache, and show the largest difference")
+    add("--list", action="store_true", help="print the models that are here: in weights/ and in the Hugging Face cache")
     add("--plan", action="store_true", help="print what weights and caches take, from config.json alone")
     add("--offline", action="store_true", help="never use the network")
     return parser.parse_args(argv)
@@ -134,11 +136,10 @@ def sampling_of(args: argparse.Namespace):
 
 
 def model_folder(args: argparse.Namespace) -> Path:
-    if args.model is not None:
-        return Path(args.model)
+    """The folder that --model names, or the default one; fetched if need be. Raises GetError."""
     from weights import get
 
-    return get.default_model(args.offline)
+    return get.default_model(args.offline) if args.model is None else get.resolve(args.model, args.offline)
 
 
 def device_of(name: str):
@@ -161,8 +162,6 @@ def open_session(args: argparse.Namespace):
     from tokenizer import Tokenizer
 
     folder, device = model_folder(args), device_of(args.device)
-    if not folder.is_dir():
-        raise ChatError(f"{folder}: no such model folder")
     tokenizer = Tokenizer.from_folder(folder)
     most = model.Config.from_folder(folder).max_position_embeddings
     context = args.ctx_size or min(4096, most)  # a modest part of what the model was made for
@@ -177,7 +176,7 @@ def open_session(args: argparse.Namespace):
 def plan(args: argparse.Namespace) -> None:
     """Print what the weights and each kind of cache take, by config.json alone. Raises one of ``user_errors``."""
     from cache import KINDS, free_memory
-    from model import DTYPES, Config, Llama
+    from model import DTYPES, Config, Llama, name_of
 
     folder, device = model_folder(args), device_of(args.device)
     config = Config.from_folder(folder)
@@ -189,7 +188,7 @@ def plan(args: argparse.Namespace) -> None:
     name = str(dtype).removeprefix("torch.")
     lengths = [n for n in (1024 << i for i in range(40)) if n < most] + [most]
 
-    print(f"{folder.resolve().name} in {name}: {config.num_hidden_layers} layers, {heads['MHA']} query heads")
+    print(f"{name_of(folder)} in {name}: {config.num_hidden_layers} layers, {heads['MHA']} query heads")
     print(f"over {heads['GQA']} key/value heads ({own}) of {config.head_dim}\n")
     print(f"weights                       {size(weights)}")
     for kind, cls in KINDS.items():
@@ -207,6 +206,48 @@ def plan(args: argparse.Namespace) -> None:
     fits = max(0, free - weights) // KINDS["contiguous"].bytes_for(config, 1, dtype)
     print(f"\nfree on {device.type:<8}              {size(free)}")
     print(f"largest context that fits     {fits} tokens (the model was made for {config.max_position_embeddings})")
+
+
+def list_models() -> None:
+    """Print each model in weights/ and in the Hugging Face cache, and whether it would load."""
+    from model import ModelError, survey
+    from tokenizer import Tokenizer, TokenizerError
+
+    folders = model_folders()
+    width = max(map(len, ["model", *folders])) + 2
+    print(f"{'model':{width}}{'type':10}{'parameters':>10}{'weights':>12}{'context':>10}  loads")
+    for name, folder in folders.items():
+        facts, loads = f"{'':42}", "yes"
+        try:
+            llama, checkpoint, _ = survey(folder)
+            parameters = sum(parameter.numel() for parameter in llama.parameters())
+            unit, label = unit_for(stored := sum(path.stat().st_size for path in checkpoint.files))
+            kind, context = llama.config.model_type, llama.config.max_position_embeddings
+            facts = f"{kind:10}{parameters / 1e6:>8.0f} M{f'{stored / unit:.1f} {label}':>12}{context:>10}"
+            Tokenizer.from_folder(folder)
+        except (ModelError, TokenizerError) as error:
+            loads = f"no: {str(error).replace(str(folder) + '/', '')}"
+        print(f"{name:{width}}{facts}  {loads}")
+
+
+def model_folders() -> dict[str, Path]:
+    """Folders by the name that --model takes: those in weights/, and the newest snapshots in the Hugging Face
+    cache."""
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    from weights.get import WEIGHTS
+
+    folders = {os.path.relpath(config.parent): config.parent for config in sorted(WEIGHTS.glob("*/config.json"))}
+    try:
+        repositories = sorted(scan_cache_dir().repos, key=lambda repository: repository.repo_id)
+    except CacheNotFound:
+        repositories = []
+    for repository in repositories:
+        newest = max(repository.revisions, key=lambda revision: revision.last_modified, default=None)
+        if repository.repo_type == "model" and newest and (newest.snapshot_path / "config.json").exists():
+            folders[repository.repo_id] = newest.snapshot_path
+    return folders
 
 
 def size(count: int) -> str:
@@ -332,8 +373,8 @@ class Live(Summary):
             self.erase = "\x1b[J"
 
     def _move(self, text: str, columns: int) -> bool:
-        """Follow the cursor over the text. False in the last column: to move or to erase there would lose the wrap that
-        is due, or the character."""
+        """Follow the cursor over the text. False in the last column: to move or to erase there would lose the wrap
+        that is due, or the character."""
         from prompt_toolkit.utils import get_cwidth
 
         for character in text:
@@ -652,6 +693,9 @@ def user_errors() -> tuple[type[Exception], ...]:
 
 def run(argv: list[str] | None) -> int:
     args = arguments(argv)
+    if args.list:
+        list_models()
+        return 0
     if args.plan:
         plan(args)
         return 0
@@ -661,6 +705,11 @@ def run(argv: list[str] | None) -> int:
     sampling = sampling_of(args)
     session = open_session(args)
     conversation = Conversation(session.tokenizer, args.system, args.raw)
+    if not args.raw and not session.tokenizer.has_template:
+        from tokenizer import PLAIN_STOP
+
+        note("this model has no chat template and gets plain User: … Assistant: …; --raw goes on from your text alone")
+        sampling = replace(sampling, stop=(*sampling.stop, PLAIN_STOP))
     output = JsonOutput() if args.json else TextOutput(stats_for(args.stats))
     if text is None:
         Repl(session, conversation, sampling, output).run()

@@ -72,6 +72,7 @@ class Config:
     windows: tuple[int | None, ...] = ()
     rotary: tuple[bool, ...] = ()
     dtype: torch.dtype | None = None
+    model_type: str = "llama"
 
     def __post_init__(self):
         derived = {
@@ -112,7 +113,7 @@ class Config:
         dtype = DTYPES.get(str(raw.get("dtype") or raw.get("torch_dtype")).removeprefix("torch."))
 
         kinds = {"int": _natural, "float": _positive, "bool": lambda value: isinstance(value, bool)}
-        known = {"rope_scaling": rope, "dtype": dtype}
+        known = {"rope_scaling": rope, "dtype": dtype, "model_type": raw["model_type"]}
         for field in fields(cls):
             value = raw.get(field.name)
             if field.type in kinds and value is not None:
@@ -484,14 +485,15 @@ class Checkpoint:
     def __init__(self, folder: Path):
         self.folder = folder
         self.tensors: dict[str, tuple[Path, str, list[int]]] = {}  # name -> file, stored dtype, shape
-        for path in self._files():
+        self.files = self._find()
+        for path in self.files:
             with self._open(path) as file:
                 names = file.keys()
                 for name in names:
                     header = file.get_slice(name)
                     self.tensors[name] = path, header.get_dtype(), header.get_shape()
 
-    def _files(self) -> list[Path]:
+    def _find(self) -> list[Path]:
         index, single = self.folder / "model.safetensors.index.json", self.folder / "model.safetensors"
         if not index.exists():
             if not single.exists():
@@ -587,6 +589,21 @@ def share(config: Config, world: int) -> Config:
     return replace(config, **{name: getattr(config, name) // world for name in names})
 
 
+def survey(folder: Path, world: int = 1) -> tuple[Llama, Checkpoint, dict[str, list[Source]]]:
+    """All that can be known of a folder without reading its weights: the model without memory, the tensors on disk,
+    and the stored ones that make each parameter. Raises ModelError for whatever ``load`` would refuse."""
+    if not folder.is_dir():
+        raise ModelError(f"{folder}: no such model folder")
+    config, checkpoint = share(Config.from_folder(folder), world), Checkpoint(folder)
+    checkpoint.dtype(f"model.layers.{config.num_hidden_layers - 1}.input_layernorm.weight")  # before so many are made
+    model = Llama(config)
+    plan = {name: sources(name, parameter.shape, config) for name, parameter in model.named_parameters()}
+    for parts in plan.values():
+        for source in parts:
+            checkpoint.check(source, world)
+    return model, checkpoint, plan
+
+
 def load(
     folder: str | Path,
     device: str | torch.device = "cpu",
@@ -602,16 +619,8 @@ def load(
     ModelError.
     """
     folder = Path(folder)
-    if not folder.is_dir():
-        raise ModelError(f"{folder}: no such model folder")
-    config, checkpoint = share(Config.from_folder(folder), world), Checkpoint(folder)
+    model, checkpoint, plan = survey(folder, world)
     dtype = dtype or checkpoint.dtype("model.embed_tokens.weight")
-    checkpoint.dtype(f"model.layers.{config.num_hidden_layers - 1}.input_layernorm.weight")  # before so many are made
-    model = Llama(config)
-    plan = {name: sources(name, parameter.shape, config) for name, parameter in model.named_parameters()}
-    for parts in plan.values():
-        for source in parts:
-            checkpoint.check(source, world)
     for name, parts in plan.items():
         module, leaf = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
         shape, wanted = getattr(module, leaf).shape, torch.float32 if isinstance(module, RMSNorm) else dtype
@@ -626,5 +635,13 @@ def load(
         setattr(module, leaf, nn.Parameter(target, requires_grad=False))
         if isinstance(module, SummedLinear):
             module.world = world
-    model.rotary, model.name = Rotary(config, device), folder.resolve().name
+    model.rotary, model.name = Rotary(model.config, device), name_of(folder)
     return model.eval()
+
+
+def name_of(folder: Path) -> str:
+    """A folder's name, or org/name for a snapshot in the Hugging Face cache (models--org--name/snapshots/<commit>)."""
+    folder = folder.resolve()
+    if folder.parent.name == "snapshots":
+        return folder.parents[1].name.removeprefix("models--").replace("--", "/")
+    return folder.name

@@ -16,6 +16,13 @@ from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 
+# For folders without a chat template: base models go on from it, and older chat models mostly know something like it.
+PLAIN = (
+    "{{ bos_token }}{% for m in messages %}{{ m.role | capitalize }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}Assistant:{% endif %}"
+)
+PLAIN_STOP = "\nUser:"  # where a model begins to speak for the person
+
 SURROGATES = re.compile("[\ud800-\udfff]")  # no text that is clean has one, so here they mark what a message spelled
 
 
@@ -61,7 +68,8 @@ class Tokenizer:
     def __init__(
         self, backend: JsonBackend | SentencePieceBackend, config: dict, template: str | None, stop_ids: set[int]
     ):
-        self._backend, self._config, self._template = backend, config, template
+        self._backend, self._config = backend, config
+        self.has_template, self._template = template is not None, template or PLAIN
         self.piece, self.strips_first_space = backend.piece, backend.strips_first_space
         names = sorted(filter(None, backend.control), key=len, reverse=True)
         self._control = re.compile(f"({SURROGATES.pattern}?)({'|'.join(map(re.escape, names)) or '(?!)'})")
@@ -101,8 +109,8 @@ class Tokenizer:
     def chat(self, messages: list[dict]) -> list[int]:
         """Ids of a conversation [{"role": …, "content": …}, …] in the model's chat template, ready for the answer.
 
-        Raises TokenizerError with the template's own words when it refuses the conversation, or when there is no
-        template.
+        A folder without a template (``has_template`` is False) gets a plain one, "User: … Assistant:". Raises
+        TokenizerError with the template's own words when it refuses the conversation.
         """
         return self._encode_rendered(self._render(messages, add_generation_prompt=True))
 
@@ -110,8 +118,6 @@ class Tokenizer:
 
     def _render(self, messages: list[dict], add_generation_prompt: bool) -> str:
         """The template's text, in which each control token's name that stands in a message follows its mark."""
-        if self._template is None:
-            raise TokenizerError("this model has no chat template; use --raw")
         template, marked = self._compiled, [*map(self._marked, messages)]
         special = {
             k: name for k, v in self._config.items() if k.endswith("_token") and (name := _content(v)) is not None
@@ -150,7 +156,7 @@ class Tokenizer:
 
     def _template_stop(self) -> set[int]:
         """The control token with which the template ends an answer, if it does."""
-        if self._template is None:
+        if not self.has_template:
             return set()
         mark = secrets.token_hex(8)
         chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": mark}]
@@ -299,6 +305,10 @@ class SentencePieceBackend:
 
         with _told(f"{path}: not a usable tokenizer"):
             model = path.read_bytes()
+            if re.match(rb"[\w+/]+=* \d+\n", model):
+                raise TokenizerError(
+                    f"{path}: in tiktoken's format, as Llama 3 came at first; get the tokenizer.json instead"
+                )
             # In protobuf what is appended wins: this is normalizer_spec.add_dummy_prefix = false.
             engine, bare = Engine(model_proto=model), Engine(model_proto=model + b"\x1a\x02\x18\x00")
             # A piece is its name, score and type, of which 4 is user-defined.
@@ -369,7 +379,7 @@ def _told(trouble: str) -> Iterator[None]:
     """Turns whatever a library raises over a damaged file into TokenizerError."""
     try:
         yield
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, TokenizerError):
         raise
     except BaseException as error:  # a panic of tokenizers is no Exception
         raise TokenizerError(f"{trouble}: {error!r}") from None

