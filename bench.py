@@ -31,7 +31,8 @@ class Cached:
 
         self.model = load(folder)
         config = self.model.config
-        self.cache = make(self.kind, config, config.max_position_embeddings, self.model.device, self.model.dtype)
+        self.vocab_size, capacity = config.vocab_size, min(config.max_position_embeddings, 8192)
+        self.cache = make(self.kind, config, capacity, self.model.device, self.model.dtype)
         self.tokens: list[int] = []
 
     def prefill(self, tokens: list[int]) -> None:
@@ -60,6 +61,7 @@ class Transformers:
         from transformers import AutoModelForCausalLM
 
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+        self.vocab_size = self.model.config.vocab_size
 
     def prefill(self, tokens: list[int]) -> None:
         self.cache, self.next = None, [tokens]
@@ -86,7 +88,7 @@ def serve(name: str, folder: str) -> None:
     print(json.dumps({"load_s": perf_counter() - start, "threads": torch.get_num_threads()}), flush=True)
     for line in sys.stdin:
         ask = json.loads(line)
-        prompt = torch.randint(100, 40000, (ask["prompt"],), generator=rng).tolist()
+        prompt = torch.randint(engine.vocab_size, (ask["prompt"],), generator=rng).tolist()
         start = perf_counter()
         engine.prefill(prompt)
         prefill, steps = perf_counter() - start, []
@@ -104,12 +106,17 @@ class Engine:
     def __init__(self, name: str, folder: Path):
         command = [sys.executable, __file__, "--serve", name, "--model", str(folder)]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.load = json.loads(self.process.stdout.readline())
+        self.load = self._answer()
 
     def measure(self, prompt: int, steps: int) -> dict:
         """{"prefill_s", "step_s", "peak"} of a prompt of that many tokens and the steps after it."""
         print(json.dumps({"prompt": prompt, "steps": steps}), file=self.process.stdin, flush=True)
-        return json.loads(self.process.stdout.readline())
+        return self._answer()
+
+    def _answer(self) -> dict:
+        if line := self.process.stdout.readline():
+            return json.loads(line)
+        sys.exit("bench: an engine stopped; what it said stands above")
 
     def close(self) -> None:
         self.process.stdin.close()
@@ -154,6 +161,7 @@ def plot(path: Path, folder: Path, last: int) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    path.parent.mkdir(parents=True, exist_ok=True)
     positions = [16, *range(last // 8, last + 1, last // 8)]
     figure, axes = plt.subplots(figsize=(7, 4))
     for name, label in (("recomputed", "recomputed (--cache none)"), ("cached", "cached (--cache contiguous)")):
@@ -166,7 +174,6 @@ def plot(path: Path, folder: Path, last: int) -> None:
     axes.set(xlabel="tokens before the step", ylabel="ms per step", title=folder.name, ylim=0)
     axes.legend()
     axes.grid(alpha=0.3)
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110, bbox_inches="tight")
 
 
@@ -180,6 +187,8 @@ def main() -> int:
     parser.add_argument("--to", type=int, default=2048, metavar="N", help="last position of the plot (default: 2048)")
     parser.add_argument("--serve", choices=ENGINES, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.rounds < 1 or args.to < 128:
+        parser.error("--rounds must be at least 1 and --to at least 128")
     if args.serve:
         serve(args.serve, str(args.model))
         return 0

@@ -37,7 +37,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Te
     (tokens, _, dim), (kv_heads, slots, _) = q.shape, k.shape
     if tokens == 1:
         # The heads of a group become the rows of one query, so that K and V are read once for the whole group.
-        return scaled_dot_product_attention(q.view(1, kv_heads, -1, dim), k[None], v[None]).view_as(q)
+        return scaled_dot_product_attention(q.view(1, kv_heads, -1, dim), k[None], v[None]).reshape(q.shape)
     q = q.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
     # A view with stride 0: the heads of a group look at the same K and V, which are not copied for each.
     k, v = (x[:, None].expand(-1, q.shape[1], slots, dim) for x in (k, v))
@@ -174,7 +174,13 @@ def make(
         raise CacheFull(
             f"a cache of {capacity} tokens needs {needed:,} bytes and {free:,} are free; --ctx-size {fits} would fit"
         )
-    return kind(config, capacity, device, dtype)
+    try:
+        return kind(config, capacity, device, dtype)
+    except RuntimeError as error:  # OutOfMemoryError is one
+        reason = str(error).splitlines()[0]
+        raise CacheFull(
+            f"a cache of {capacity} tokens needs {needed:,} bytes, which cannot be had ({reason})"
+        ) from None
 
 
 def free_memory(device: torch.device) -> int:

@@ -16,7 +16,7 @@ import signal
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -108,11 +108,13 @@ def prompt_text(args: argparse.Namespace) -> str | None:
     """What to answer once: piped stdin, the text of -p, or both; None when a person sits there. Raises ChatError when
     empty."""
     piped = None
+    if sys.stdin is None and args.prompt is None:
+        raise ChatError("there is no stdin to read from; give -p TEXT")
     if sys.stdin is not None and not sys.stdin.isatty():
         piped = sys.stdin.buffer.read().decode("utf-8", "replace")
     if args.prompt is None and piped is None:
         return None
-    parts = [piped and piped.rstrip("\n"), args.prompt]
+    parts = [piped if args.raw or not piped else piped.rstrip("\n"), args.prompt]
     text = "\n\n".join(part for part in parts if part)
     if not text.strip():
         raise ChatError("the prompt is empty")
@@ -182,7 +184,7 @@ def plan(args: argparse.Namespace) -> None:
     config = Config.from_folder(folder)
     dtype = DTYPES.get(args.dtype) or config.dtype or DTYPES["float32"]
     most = args.ctx_size or config.max_position_embeddings
-    weights = sum(parameter.numel() for parameter in Llama(config).parameters()) * dtype.itemsize
+    weights = Llama.bytes_for(config, dtype)
     heads = {"MHA": config.num_attention_heads, "GQA": config.num_key_value_heads, "MQA": 1}
     own = {1: "MQA", config.num_attention_heads: "MHA"}.get(config.num_key_value_heads, "GQA")
     name = str(dtype).removeprefix("torch.")
@@ -271,7 +273,8 @@ CONTROL = {code: f"\\x{code:02x}" for code in [*range(0x20), *range(0x7F, 0xA0)]
 
 def note(text: str) -> None:
     """One line to the person, never to stdout."""
-    print(f"chat: {' '.join(text.split())}".translate(CONTROL), file=sys.stderr, flush=True)
+    with suppress(OSError):  # there is no better place to say that stderr is full or gone
+        print(f"chat: {' '.join(text.split())}".translate(CONTROL), file=sys.stderr, flush=True)
 
 
 def escapes_work(stream) -> bool:
@@ -317,9 +320,8 @@ class Summary(Stats):
         turn, cache = session.last, session.cache
         held = f"{cache.length}/{cache.capacity} tokens, {of(cache.bytes_used, cache.bytes_reserved)}"
         speed = f"{turn.decode_tok_s:.1f} tok/s, {turn.decode_bytes_s / 1e9:.1f} GB/s"
-        new = turn.prompt_tokens - turn.reused_tokens
         self.say(
-            f"[prompt {new} new at {turn.prefill_tok_s:.0f} tok/s + {turn.reused_tokens} reused | "
+            f"[prompt {turn.computed_tokens} new at {turn.prefill_tok_s:.0f} tok/s + {turn.reused_tokens} reused | "
             f"answer {turn.generated_tokens} at {speed} | cache {cache.kind} {held} | {turn.stop} | seed {turn.seed}]"
         )
 
@@ -351,7 +353,8 @@ class Live(Summary):
 
     def __init__(self):
         super().__init__()
-        self.column = 0  # of the cursor, behind the text
+        self.column = 0  # of the cursor, behind the text; None when a resize has moved it, until the next line
+        self.columns = 0
         self.erase = ""  # what takes the line away, while there is one
 
     def before_text(self) -> None:
@@ -377,6 +380,13 @@ class Live(Summary):
         that is due, or the character."""
         from prompt_toolkit.utils import get_cwidth
 
+        if self.columns not in (0, columns):
+            self.column = None
+        self.columns = columns
+        if self.column is None and "\n" in text:
+            self.column, text = 0, text.rpartition("\n")[2]
+        if self.column is None:
+            return False
         for character in text:
             width = get_cwidth(character)
             if character == "\n":
@@ -512,9 +522,29 @@ def interruptible(session) -> Iterator[None]:
 
     before = signal.signal(signal.SIGINT, on_interrupt)
     try:
-        yield
+        with no_echo():
+            yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def no_echo() -> Iterator[None]:
+    """Keys typed during an answer wait for the prompt and do not show inside the text."""
+    try:
+        import termios
+
+        terminal = sys.stdin.fileno()
+        before = termios.tcgetattr(terminal)
+    except (ImportError, AttributeError, OSError, ValueError, termios.error):  # no terminal, or Windows
+        yield
+        return
+    silent = [*before[:3], before[3] & ~termios.ECHO, *before[4:]]
+    termios.tcsetattr(terminal, termios.TCSANOW, silent)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(terminal, termios.TCSANOW, before)
 
 
 def answer(session, conversation: Conversation, text: str, sampling, output) -> None:
@@ -534,7 +564,8 @@ def answer(session, conversation: Conversation, text: str, sampling, output) -> 
     else:
         conversation.messages.append({"role": "assistant", "content": turn.text})
     if turn.stop == "context":
-        note(f"the context of {session.cache.capacity} tokens is full; a larger --ctx-size holds more")
+        more = "/clear starts anew, and a larger --ctx-size holds more"
+        note(f"the context of {session.cache.capacity} tokens is full; {more}")
 
 
 def show(session, ids: list[int], sampling, output) -> None:
@@ -569,7 +600,7 @@ class Repl:
     def __init__(self, session, conversation: Conversation, sampling, output: TextOutput):
         self.session, self.conversation, self.sampling, self.output = session, conversation, sampling, output
         self.over = False
-        self.pasted = False
+        self.pasted = ""  # what was pasted into an empty line
 
     def run(self) -> None:
         cache, model = self.session.cache, self.session.model
@@ -580,7 +611,7 @@ class Repl:
         read = self._prompt()
         while not self.over:
             try:
-                self.pasted = False
+                self.pasted = ""
                 self._take(read())
             except KeyboardInterrupt:
                 continue
@@ -589,7 +620,8 @@ class Repl:
 
     def _take(self, text: str) -> None:
         # A command is a whole line that was typed; a paste is a message, whatever its lines say.
-        if text.startswith("/") and "\n" not in text and not self.pasted:
+        pasted = self.pasted and text.startswith(self.pasted)
+        if text.startswith("/") and "\n" not in text and not pasted:
             name, _, argument = text[1:].strip().partition(" ")
             if name in COMMANDS:
                 COMMANDS[name].run(self, argument.strip())
@@ -619,13 +651,15 @@ class Repl:
 
         @bindings.add(Keys.BracketedPaste)
         def _(event):
-            buffer = event.current_buffer
-            self.pasted = self.pasted or not buffer.document.text_before_cursor
-            buffer.insert_text(event.data.replace("\r\n", "\n").replace("\r", "\n"))
+            buffer, text = event.current_buffer, event.data.replace("\r\n", "\n").replace("\r", "\n")
+            if not buffer.document.text_before_cursor:
+                self.pasted = text
+            buffer.insert_text(text)
 
         class History(FileHistory):
             def store_string(self, string: str) -> None:
-                super().store_string(string.encode("utf-8", "replace").decode())
+                with suppress(OSError):  # a full disk is no reason to stop talking
+                    super().store_string(string.encode("utf-8", "replace").decode())
 
         try:
             history = History(private_file(state_folder() / "history"))
@@ -702,8 +736,12 @@ def run(argv: list[str] | None) -> int:
     text = prompt_text(args)
     if text is None and args.json:
         raise ChatError("--json needs -p TEXT or piped stdin")
+    if args.raw and args.system:
+        raise ChatError("--system needs the chat template that --raw leaves out")
     sampling = sampling_of(args)
     session = open_session(args)
+    if args.raw:
+        session.tokenizer.strips_first_space = False  # the answer goes on from a text, and does not begin one
     conversation = Conversation(session.tokenizer, args.system, args.raw)
     if not args.raw and not session.tokenizer.has_template:
         from tokenizer import PLAIN_STOP
@@ -721,6 +759,7 @@ def run(argv: list[str] | None) -> int:
 def main(argv: list[str] | None = None) -> int:
     """Exit code: 0; 2 for what the user must mend, after one line on stderr; 130 after Ctrl-C. A closed pipe ends
     quietly. Raises SystemExit after --help."""
+    sys.stdout, sys.stderr = (s or open(os.devnull, "w") for s in (sys.stdout, sys.stderr))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # an answer that the terminal cannot encode is shown all the same
     try:

@@ -78,7 +78,7 @@ def penalize(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
 def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
     """logits [V] float32 -> probabilities [V], those that top_k, top_p (arXiv 1904.09751) or min_p (2407.01082) drop
     being 0."""
-    logits = logits / sampling.temperature
+    logits = (logits - logits.max()) / max(sampling.temperature, 1e-6)  # no quotient overflows
     if 0 < sampling.top_k < len(logits):
         logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[-1], -torch.inf)
     p = logits.softmax(-1)
@@ -182,7 +182,8 @@ class Step:
 
 @dataclass
 class Turn:
-    """What an answer was and cost. ``stop`` is eos, length, context, stop or interrupt."""
+    """What an answer was and cost. ``stop`` is eos, length, context, stop or interrupt; computed_tokens are those of
+    the prompt that were not reused, or fewer after an interrupt."""
 
     prompt_tokens: int
     reused_tokens: int
@@ -192,13 +193,14 @@ class Turn:
     generated_tokens: int = 0
     prefill_s: float = 0.0
     decode_s: float = 0.0
+    computed_tokens: int = 0
     decode_passes: int = field(default=0, repr=False)
     decode_bytes: int = field(default=0, repr=False)
 
     @property
     def prefill_tok_s(self) -> float:
         """Prompt tokens computed (the reused ones cost nothing) per second."""
-        return (self.prompt_tokens - self.reused_tokens) / self.prefill_s if self.prefill_s else 0.0
+        return self.computed_tokens / self.prefill_s if self.prefill_s else 0.0
 
     @property
     def decode_tok_s(self) -> float:
@@ -235,7 +237,8 @@ class Session:
                 f"the prompt has token ids outside the model's vocabulary of {self.model.config.vocab_size}"
             )
         if len(prompt_ids) > self.cache.capacity:
-            raise CacheFull(f"the prompt has {len(prompt_ids)} tokens and the context holds {self.cache.capacity}")
+            sizes = f"the prompt has {len(prompt_ids)} tokens and the context holds {self.cache.capacity}"
+            raise CacheFull(f"{sizes}; shorten it, or take a larger --ctx-size")
         pairs = zip(self.tokens[: self.cache.length], prompt_ids, strict=False)
         shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         # At least one token is computed, since logits come from computing and not from the cache.
@@ -281,13 +284,19 @@ class Session:
         limit = room if sampling.max_tokens is None else min(room, sampling.max_tokens)
         sampler = Sampler(sampling, turn.seed, self.tokens, self.model.config.vocab_size, self.model.device)
         for n in range(limit):
+            if self.last is not turn:
+                return  # another answer has begun, and the cache is its own
             start = perf_counter()
             try:
                 logits = self._logits()
             except _Interrupted:
+                if n == 0:
+                    turn.computed_tokens = self.cache.length - turn.reused_tokens
+                    turn.prefill_s = perf_counter() - start
                 return
             if n == 0:
                 synchronize(self.model.device)  # once a turn, so that prefill and decode are timed apart
+                turn.computed_tokens = turn.prompt_tokens - turn.reused_tokens
                 turn.prefill_s, start = perf_counter() - start, perf_counter()
             token = sampler(logits[0])
             seconds = perf_counter() - start
@@ -355,6 +364,8 @@ def chunk_size(model: Llama) -> int:
 
     It depends on the model alone and not on a clock, so that the same prompt is always computed in the same way.
     """
+    if model.rotary.kind == "dynamic":
+        return 2**31  # all of the prompt: its keys turn by how long the pass makes the context
     operations = 2**37 if model.device.type == "cpu" else 2**44  # about half a second's
     tokens = operations // max(1, model.bytes_per_step // model.dtype.itemsize * 2)
     return min(2048, max(16, 1 << max(0, tokens.bit_length() - 1)))

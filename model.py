@@ -37,7 +37,7 @@ WINDOWS = {"sliding_window": 4096, "use_sliding_window": False, "max_window_laye
 # `Config`.
 FAMILY = {
     "llama": {},
-    "mistral": {"sliding_window": 4096, "use_sliding_window": True, "max_window_layers": 0},
+    "mistral": {"sliding_window": 4096},
     "qwen2": {**WINDOWS, "qkv_bias": True},
     "qwen3": {**WINDOWS, "qk_norm": True, "head_dim": 128},
     "smollm3": {"no_rope_layer_interval": 4, "rope_theta": 2e6, "tie_word_embeddings": True},
@@ -106,25 +106,26 @@ class Config:
 
         raw = {**FAMILY[raw["model_type"]], **raw}
         # transformers 5 moved rope_theta and rope_scaling into rope_parameters.
-        rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+        rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
         if not isinstance(rope, dict):
             raise ModelError(f"rope_scaling is {rope!r}, and must be an object")
+        if (original := raw.get("original_max_position_embeddings")) is not None:
+            rope = {**rope, "original_max_position_embeddings": original}
         raw |= {"rope_scaling": rope, "rope_theta": rope.get("rope_theta", raw.get("rope_theta"))}
         dtype = DTYPES.get(str(raw.get("dtype") or raw.get("torch_dtype")).removeprefix("torch."))
 
         kinds = {"int": _natural, "float": _positive, "bool": lambda value: isinstance(value, bool)}
+        bounds = {"num_hidden_layers": 2**12, "num_attention_heads": 2**16, "num_key_value_heads": 2**16}
+        bounds |= {"head_dim": 2**16, "max_position_embeddings": 2**31}
         known = {"rope_scaling": rope, "dtype": dtype, "model_type": raw["model_type"]}
         for field in fields(cls):
             value = raw.get(field.name)
             if field.type in kinds and value is not None:
-                if not kinds[field.type](value):
+                if not kinds[field.type](value) or value > bounds.get(field.name, 2**24):
                     raise ModelError(f"{field.name} is {value!r}")
                 known[field.name] = value
             elif field.default is MISSING:
                 raise ModelError(f"no {field.name}")
-        for name in ("num_hidden_layers", "head_dim"):
-            if known.get(name, 0) > 2**16:
-                raise ModelError(f"{name} is {known[name]}")
         rotary = _rotary_layers(raw, known["num_hidden_layers"])
         config = cls(**known, rotary=rotary, windows=_windows(raw, rotary))
         if config.num_attention_heads % config.num_key_value_heads:
@@ -141,7 +142,7 @@ def _natural(value) -> bool:
 
 
 def _positive(value) -> bool:
-    return type(value) in (int, float) and 0 < value < math.inf
+    return type(value) in (int, float) and 1e-12 < value < 1e12
 
 
 def _rotary_layers(raw: dict, layers: int) -> tuple[bool, ...]:
@@ -160,13 +161,18 @@ def _rotary_layers(raw: dict, layers: int) -> tuple[bool, ...]:
 
 def _windows(raw: dict, rotary: tuple[bool, ...]) -> tuple[int | None, ...]:
     """The sliding window of each layer: where layer_types says so, or else where the type has it by its own rule."""
-    window, layers = raw.get("sliding_window"), len(rotary)
-    if raw["model_type"] == "llama" or window is None or not raw.get("use_sliding_window", False):
+    kind, window, layers = raw["model_type"], raw.get("sliding_window"), len(rotary)
+    uses = kind == "mistral" or (kind != "llama" and raw.get("use_sliding_window", False))
+    if type(uses) is not bool:
+        raise ModelError(f"use_sliding_window is {uses!r}")
+    if window is None or not uses:
         return (None,) * layers
     if not _natural(window):
         raise ModelError(f"sliding_window is {window!r}")
     types = raw.get("layer_types")
-    if types is None and raw["model_type"] == "smollm3":
+    if kind == "mistral":
+        slides = [True] * layers
+    elif types is None and kind == "smollm3":
         slides = [not turned for turned in rotary]
     elif types is None:
         first = raw["max_window_layers"]
@@ -463,6 +469,16 @@ class Llama(nn.Module):
     def device(self) -> torch.device:
         return self.lm_head.weight.device
 
+    @staticmethod
+    def bytes_for(config: Config, dtype: torch.dtype) -> int:
+        """Bytes of the weights in a dtype, norms being float32 always; from the config alone."""
+        sizes = (
+            parameter.numel() * (4 if isinstance(module, RMSNorm) else dtype.itemsize)
+            for module in Llama(config).modules()
+            for parameter in module.parameters(recurse=False)
+        )
+        return sum(sizes)
+
     @property
     def bytes_per_step(self) -> int:
         """Bytes of weights that one decode step reads: all but the embedding table, unless that is the head too."""
@@ -496,7 +512,7 @@ class Checkpoint:
     def _find(self) -> list[Path]:
         index, single = self.folder / "model.safetensors.index.json", self.folder / "model.safetensors"
         if not index.exists():
-            if not single.exists():
+            if not single.is_file():
                 needs = "a model folder needs model.safetensors, or its shards and model.safetensors.index.json"
                 raise ModelError(f"{self.folder}: no weights; {needs}")
             return [single]

@@ -23,14 +23,14 @@ PLAIN = (
 )
 PLAIN_STOP = "\nUser:"  # where a model begins to speak for the person
 
-SURROGATES = re.compile("[\ud800-\udfff]")  # no text that is clean has one, so here they mark what a message spelled
+MARK = "\ud800"  # a lone surrogate: no text that is clean has one, so nobody can write it
 
 
 class TokenizerError(Exception):
     """A tokenizer or a template that cannot be used; the text is one line that names the file or the reason."""
 
     def __init__(self, text: str):
-        super().__init__(" ".join(SURROGATES.sub("", text).split()))
+        super().__init__(" ".join(text.replace(MARK, "").split()))
 
 
 class Stream:
@@ -72,7 +72,11 @@ class Tokenizer:
         self.has_template, self._template = template is not None, template or PLAIN
         self.piece, self.strips_first_space = backend.piece, backend.strips_first_space
         names = sorted(filter(None, backend.control), key=len, reverse=True)
-        self._control = re.compile(f"({SURROGATES.pattern}?)({'|'.join(map(re.escape, names)) or '(?!)'})")
+        self._control = re.compile("|".join(map(re.escape, names)) or "(?!)")
+        # Where a name begins with a sign, all such signs are marked: a template may delete or change letters of a
+        # message, and so make a name of what was none.
+        starts = sorted({name[0] if not name[0].isalnum() else name for name in names}, key=len, reverse=True)
+        self._starts = re.compile("|".join(map(re.escape, starts)) or "(?!)")
         self.stop_ids = stop_ids | self._template_stop()
 
     @classmethod
@@ -117,7 +121,7 @@ class Tokenizer:
     # ---- templates
 
     def _render(self, messages: list[dict], add_generation_prompt: bool) -> str:
-        """The template's text, in which each control token's name that stands in a message follows its mark."""
+        """The template's text, in which MARK stands before whatever in a message may begin a control token's name."""
         template, marked = self._compiled, [*map(self._marked, messages)]
         special = {
             k: name for k, v in self._config.items() if k.endswith("_token") and (name := _content(v)) is not None
@@ -136,23 +140,20 @@ class Tokenizer:
             return _environment().from_string(self._template)
 
     def _marked(self, message: dict) -> dict:
-        """A message with a mark before each control token's name; a template may well cut the text between the two."""
+        """A message with its marks. Raises TokenizerError for one that is not all text."""
         fields = {k: v for k, v in message.items() if v is not None} if isinstance(message, dict) else {}
         if not fields.keys() >= {"role", "content"} or not all(isinstance(v, str) for kv in fields.items() for v in kv):
             raise TokenizerError("a message needs a role and a content, and all its fields must be text")
-        return dict([self._control.sub(self._mark, _clean(text)) for text in pair] for pair in fields.items())
-
-    def _mark(self, match: re.Match) -> str:
-        return chr(0xD800 + self._backend.control[match[2]] % 2048) + match[2]
+        return dict([self._starts.sub(rf"{MARK}\g<0>", _clean(text)) for text in pair] for pair in fields.items())
 
     def _encode_rendered(self, text: str) -> list[int]:
-        """Ids of a rendered template: a control token's name is one, unless its mark says that it is a message's."""
+        """Ids of a rendered template: a control token's name is one, unless a mark says that it is a message's."""
         parts, start = [], 0
         for match in self._control.finditer(text):
-            if match[0] != self._mark(match):
-                parts += [SURROGATES.sub("", text[start : match.start()]), self._backend.control[match[2]]]
+            if not text.startswith(MARK, match.start() - 1):
+                parts += [text[start : match.start()].replace(MARK, ""), self._backend.control[match[0]]]
                 start = match.end()
-        return self._backend.encode_parts([*parts, SURROGATES.sub("", text[start:])])
+        return self._backend.encode_parts([*parts, text[start:].replace(MARK, "")])
 
     def _template_stop(self) -> set[int]:
         """The control token with which the template ends an answer, if it does."""
@@ -165,7 +166,7 @@ class Tokenizer:
         except TokenizerError:
             return set()  # said when the template is used in earnest
         match = self._control.match(after)
-        return {self._backend.control[match[2]]} if match else set()
+        return {self._backend.control[match[0]]} if match else set()
 
 
 def _environment():

@@ -384,7 +384,7 @@ def test_plan_prints_exact_bytes_from_the_config_alone(
     assert (code, err) == (0, "")
     head_dim = hidden // heads
     attention = 2 * hidden * hidden + 2 * hidden * kv_heads * head_dim
-    weights = 2 * (layers * (attention + 3 * hidden * 11008 + 2 * hidden) + 2 * 32000 * hidden + hidden)
+    weights = 2 * (layers * (attention + 3 * hidden * 11008) + 2 * 32000 * hidden) + 4 * (2 * layers + 1) * hidden
     assert f"  {weights} bytes" in next(line for line in out.splitlines() if line.startswith("weights"))
 
     contiguous = out[out.index("cache contiguous") :].split("\n\n")[0]
@@ -562,7 +562,7 @@ def screen(monkeypatch):
 def show(mode: type[chat.Stats], pieces: list[str], screen: Xterm) -> list[bool]:
     """Show an answer made of ``pieces``; whether a live line stood on the screen after each."""
     cache = SimpleNamespace(kind="contiguous", length=9, capacity=512, bytes_used=9 * 2080, bytes_reserved=512 * 2080)
-    session = SimpleNamespace(cache=cache, last=Turn(3, 0, 1, "eos", "".join(pieces), len(pieces), 0.1, 0.1))
+    session = SimpleNamespace(cache=cache, last=Turn(3, 0, 1, "eos", "".join(pieces), len(pieces), 0.1, 0.1, 3))
     output, seen = chat.TextOutput(mode), []
     output.start(session)
     for n, piece in enumerate(pieces, 1):
@@ -867,7 +867,7 @@ def test_turn_that_does_not_fit_is_one_line_and_the_chat_goes_on(successor, tmp_
     assert terminal.say("hi") == ["> hi", ANSWER]
     lines = terminal.say("x" * 50)
     assert len(lines) == 2
-    assert re.fullmatch(r"chat: the prompt has \d+ tokens and the context holds 60", lines[1])
+    assert re.fullmatch(r"chat: the prompt has \d+ tokens and the context holds 60; shorten .*", lines[1])
     terminal.say("/clear")
     assert terminal.say("hi") == ["> hi", ANSWER]
     terminal.type("/quit\r")
