@@ -154,8 +154,8 @@ def print_table(result: dict) -> None:
             print(f"cached / {name}: " + ", ".join(f"{key} {ratio:.2f} x" for key, ratio in ratios.items()))
 
 
-def plot(path: Path, folder: Path, last: int) -> None:
-    """Draw the time of one step at several positions, cached and recomputed."""
+def plot(path: Path, folder: Path, last: int, rounds: int) -> None:
+    """Draw the time of one step at several positions, cached and recomputed; medians of interleaved rounds."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -164,13 +164,18 @@ def plot(path: Path, folder: Path, last: int) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     positions = [16, *range(last // 8, last + 1, last // 8)]
     figure, axes = plt.subplots(figsize=(7, 4))
-    for name, label in (("recomputed", "recomputed (--cache none)"), ("cached", "cached (--cache contiguous)")):
-        engine = Engine(name, folder)
-        engine.measure(64, 2)
-        times = [engine.measure(n, 3 if name == "recomputed" else 15)["step_s"] * 1e3 for n in positions]
+    labels = {"recomputed": "recomputed (--cache none)", "cached": "cached (--cache contiguous)"}
+    engines = {name: Engine(name, folder) for name in labels}
+    times: dict[str, dict[int, list[float]]] = {name: {n: [] for n in positions} for name in engines}
+    for _ in range(rounds):
+        for n in positions:
+            for name, engine in engines.items():
+                times[name][n].append(engine.measure(n, 1 if name == "recomputed" else 10)["step_s"] * 1e3)
+    for name, engine in engines.items():
         engine.close()
-        axes.plot(positions, times, marker="o", label=label)
-        print(name, *(f"{n}: {ms:.1f} ms" for n, ms in zip(positions, times, strict=True)))
+        medians = [median(times[name][n]) for n in positions]
+        axes.plot(positions, medians, marker="o", label=labels[name])
+        print(name, *(f"{n}: {ms:.1f} ms" for n, ms in zip(positions, medians, strict=True)))
     axes.set(xlabel="tokens before the step", ylabel="ms per step", title=folder.name, ylim=0)
     axes.legend()
     axes.grid(alpha=0.3)
@@ -196,7 +201,7 @@ def main() -> int:
 
     folder = args.model or get.default_model()
     if args.plot:
-        plot(args.plot, folder, args.to)
+        plot(args.plot, folder, args.to, args.rounds)
         return 0
     result = table(["cached", "recomputed"] + ["transformers"] * args.peers, folder, args.rounds)
     if args.json:

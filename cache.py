@@ -9,6 +9,9 @@ a step from a pass over the whole prefix into a pass over one token, at a price 
 With ``num_key_value_heads`` smaller than ``num_attention_heads`` (GQA, MQA) that price falls in proportion, because
 each K/V head is stored once and read by its whole group of query heads; it is never repeated in memory.
 
+Keys are stored after their rotation by position. So a prefix that is cut off leaves the rest right, and nothing can be
+taken out of the middle: the keys behind it would stand at the wrong places.
+
 Every kind stands behind one door: ``extend`` makes room for the tokens of a pass, ``attend`` stores their k and v and
 returns what attention reads. Shapes: ``T`` tokens of the pass, ``S`` tokens held, ``Hq``, ``Hkv`` heads, ``D``
 head_dim.
@@ -96,8 +99,10 @@ class KVCache(ABC):
 
     def _mask(self, start: int, end: int, window: int | None) -> Tensor | None:
         """[T, S] bool, which slots each query may look at, or None where the kernel needs no telling."""
-        if end - start == 1 or (start == 0 and (window or end) >= end):
-            return None  # one query sees all that it is given; a pass from the first position is causal
+        if end - start == 1:
+            return None  # one query may see all that it is given
+        if start == 0 and (window is None or window >= end):
+            return None  # a pass from the first position on is causal, which the kernel does by itself
         slots, positions = torch.arange(end, device=self.device), self.positions[:, None]
         mask = slots <= positions
         return mask if window is None else mask & (slots > positions - window)
@@ -129,7 +134,7 @@ class NoCache(KVCache):
 
     def extend(self, n: int) -> None:
         super().extend(n)
-        self.length = 0
+        self.length = 0  # nothing is kept, so the next pass must bring everything again
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attention(q, k.transpose(0, 1), v.transpose(0, 1), self.masks[self.config.windows[layer]])
@@ -152,6 +157,7 @@ class ContiguousCache(KVCache):
         self.keys_values = torch.empty(shape, dtype=dtype, device=device)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        # `extend` has counted the pass already: its tokens are the last ones of `length`.
         keys, values = self.keys_values[layer, :, :, : self.length]
         keys[:, -len(k) :], values[:, -len(v) :] = k.transpose(0, 1), v.transpose(0, 1)
         window = self.config.windows[layer]

@@ -194,11 +194,14 @@ def plan(args: argparse.Namespace) -> None:
     print(f"over {heads['GQA']} key/value heads ({own}) of {config.head_dim}\n")
     print(f"weights                       {size(weights)}")
     for kind, cls in KINDS.items():
+        if not cls.bytes_for(config, 1, dtype):
+            print(f"\ncache {kind} keeps nothing")
+            continue
         print(f"\ncache {kind}")
         print(f"  per token                   {size(cls.bytes_for(config, 1, dtype))}")
         for length in lengths:
             print(f"  {length:>8} tokens             {size(cls.bytes_for(config, length, dtype))}")
-    print(f"\nThe same with other numbers of key/value heads, at {most} tokens")
+    print(f"\nwhat the heads decide, at {most} tokens: this model has {own}")
     for label, count in heads.items():
         if label == "GQA" and own != "GQA":
             continue
@@ -343,7 +346,8 @@ class EachStep(Summary):
         held = (
             f"{step.cache_tokens:>5}/{cache.capacity} tokens {step.cache_bytes:>11,} of {cache.bytes_reserved:,} bytes"
         )
-        speed = f"{step.seconds * 1e3:7.1f} ms {session.last.decode_tok_s:6.1f} tok/s{verified(step)}"
+        rate = f"{session.last.decode_tok_s:6.1f} tok/s" if session.last.decode_passes else "   (prefill)"
+        speed = f"{step.seconds * 1e3:7.1f} ms {rate}{verified(step)}"
         text = json.dumps(step.text, ensure_ascii=False)
         self.say(f"{self.count:>4} {held} {speed}  {step.token:>6} {text}")
 
@@ -678,7 +682,7 @@ class Repl:
 
     def clear(self, argument: str) -> None:
         self.conversation.clear()
-        note("the conversation is empty")
+        note("the conversation is empty; a system message stays")
 
     def set_stats(self, argument: str) -> None:
         if argument not in MODES:

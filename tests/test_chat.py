@@ -182,7 +182,8 @@ def test_stats_step_has_a_line_for_each_step(run, successor):
     *steps, summary = err.splitlines()
     assert out == f"{ANSWER}\n"
     assert SUMMARY.fullmatch(summary)
-    form = re.compile(r" +(\d+) +(\d+)/512 tokens +([\d,]+) of 1,064,960 bytes +[\d.]+ ms +[\d.]+ tok/s +\d+ (\".*\")")
+    speed = r" +[\d.]+ ms +(?:[\d.]+ tok/s|\(prefill\))"
+    form = re.compile(rf" +(\d+) +(\d+)/512 tokens +([\d,]+) of 1,064,960 bytes{speed} +\d+ (\".*\")")
     lines = [form.fullmatch(line).groups() for line in steps]
     assert [int(n) for n, *_ in lines] == [*range(1, STEPS + 1)]
     assert all(int(held.replace(",", "")) == int(tokens) * 2080 for _, tokens, held, _ in lines)
@@ -734,7 +735,7 @@ def test_turn_is_answered_and_the_next_reuses_the_cache(terminal):
 def test_clear_forgets_the_conversation(terminal):
     first = terminal.say("hi")
     terminal.say("and?")
-    assert terminal.say("/clear")[1] == "chat: the conversation is empty"
+    assert terminal.say("/clear")[1] == "chat: the conversation is empty; a system message stays"
     again = terminal.say("hi")
     assert new(again) + reused(again) == new(first) + reused(first)
 
@@ -783,7 +784,9 @@ def test_ctrl_c_drops_the_line_being_typed(terminal):
 
 def test_pasted_line_that_starts_with_a_slash_is_a_message(terminal):
     assert ANSWER in terminal.say(PASTE.format("/clear"))
-    assert terminal.say("/clear")[1] == "chat: the conversation is empty"  # the next one, typed, is a command
+    assert (
+        terminal.say("/clear")[1] == "chat: the conversation is empty; a system message stays"
+    )  # the next one, typed, is a command
 
 
 def test_paste_of_several_lines_is_one_message(terminal):
@@ -903,3 +906,21 @@ def test_the_list_shows_what_loads_and_why_the_rest_does_not(run, successor, tmp
     assert re.search(r"bad .* no: config.json: model_type is 'gemma'", bad)
     assert re.search(r"good +llama +0 M +\d+\.\d MiB +512 +yes$", good)
     assert re.search(r"^org/name .* no: .*no weights", cached)
+
+
+# ---- streams that are closed
+
+
+@pytest.mark.parametrize(
+    ("redirection", "code", "err"),
+    [
+        ("-p hi </dev/null >&-", 0, r"\[prompt .*"),
+        ("-p hi </dev/null 2>&-", 0, ""),
+        ("<&-", 2, "chat: there is no stdin.*"),
+        ("--raw --system S -p hi </dev/null", 2, "chat: --system needs .*"),
+    ],
+)
+def test_closed_streams_end_without_a_traceback(successor, redirection, code, err):
+    command = f"{sys.executable} {CHAT} --model {successor} --stats summary {redirection}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=environment(), timeout=60)
+    assert (done.returncode, bool(re.fullmatch(err, done.stderr.rstrip("\n")))) == (code, True)

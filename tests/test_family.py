@@ -36,6 +36,7 @@ CASES = {
     "llama-yarn-mscale": ("Llama", rope("yarn", **YARN, mscale=1.2, mscale_all_dim=0.7)),
     "llama-yarn-untruncated": ("Llama", rope("yarn", **YARN, truncate=False, attention_factor=1.3)),
     "mistral": ("Mistral", {"sliding_window": WINDOW}),
+    "mistral-always": ("Mistral", {"sliding_window": WINDOW, "use_sliding_window": False, "max_window_layers": 2}),
     "mistral-whole": ("Mistral", {"sliding_window": None, "head_dim": 16}),
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen2-sliding": ("Qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}),
@@ -148,6 +149,16 @@ def test_yarn_is_the_published_one():
 @pytest.mark.parametrize("key", ["rope_type", "type"])
 def test_both_spellings_of_a_type_are_read(key):
     assert torch.equal(rotary(**{key: "linear", "factor": 2.0}).frequencies, rotary().frequencies / 2)
+
+
+def test_an_original_length_beside_the_scaling_counts_as_transformers_has_it(tmp_path):
+    config = {"model_type": "llama", "vocab_size": 8, "hidden_size": 64, "intermediate_size": 8, "num_hidden_layers": 1}
+    config |= {"num_attention_heads": 1, "max_position_embeddings": 512, "original_max_position_embeddings": 32}
+    config |= {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 77}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    theirs = transformers.LlamaConfig.from_pretrained(tmp_path)
+    expected, _ = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["yarn"](theirs)
+    torch.testing.assert_close(Rotary(Config.from_folder(tmp_path)).frequencies, expected)
 
 
 # ---- refusals

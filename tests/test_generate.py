@@ -358,3 +358,31 @@ def test_prefill_chunks_shrink_as_models_grow(session):
         session.model.__class__ = type("Sized", (type(session.model),), {"bytes_per_step": parameters * 4})
         sizes.append(chunk_size(session.model))
     assert sizes == [2048, 256, 64, 16, 16]
+
+
+@pytest.mark.parametrize("temperature", [1e-40, 1e-37, 1e-3, 1000])
+def test_extreme_temperatures_draw_from_what_they_mean(temperature):
+    p = probabilities(LOGITS, Sampling(temperature=temperature))
+    assert p.isfinite().all()
+    assert p[0] == 1 if temperature < 1 else p[0] == pytest.approx(0.25, abs=0.01)
+
+
+def test_an_abandoned_answer_does_not_go_on_into_the_next(session):
+    session.tokenizer.stop_ids = set()
+    sampling = Sampling(temperature=0, max_tokens=6)
+    expected = tokens_of(session, [40, 41, 42], sampling)
+    old = session.generate(PROMPT, sampling)
+    next(old)
+    new = session.generate([40, 41, 42], sampling)
+    first = next(new).token
+    assert list(old) == []
+    assert [first, *(step.token for step in new)] == expected
+
+
+def test_an_interrupted_prefill_reports_what_it_computed(session):
+    session._chunk = 4
+    forward = session.model.forward
+    session.model.forward = lambda tokens, cache: (session.interrupt(), forward(tokens, cache))[1]
+    assert tokens_of(session, PROMPT, GREEDY) == []
+    assert session.last.computed_tokens == 4
+    assert session.last.prefill_tok_s == pytest.approx(4 / session.last.prefill_s)
