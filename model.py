@@ -513,6 +513,10 @@ class Checkpoint:
         index, single = self.folder / "model.safetensors.index.json", self.folder / "model.safetensors"
         if not index.exists():
             if not single.is_file():
+                pickled = sorted(path.name for end in ("bin", "pth", "pt") for path in self.folder.glob(f"*.{end}"))
+                if pickled:
+                    why = "pickles can run code and are never opened; get its safetensors"
+                    raise ModelError(f"{self.folder / pickled[0]}: {why}")
                 needs = "a model folder needs model.safetensors, or its shards and model.safetensors.index.json"
                 raise ModelError(f"{self.folder}: no weights; {needs}")
             return [single]

@@ -924,3 +924,14 @@ def test_closed_streams_end_without_a_traceback(successor, redirection, code, er
     command = f"{sys.executable} {CHAT} --model {successor} --stats summary {redirection}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=environment(), timeout=60)
     assert (done.returncode, bool(re.fullmatch(err, done.stderr.rstrip("\n")))) == (code, True)
+
+
+def test_a_template_that_refuses_is_quoted_and_the_chat_goes_on(successor, tmp_path):
+    folder = shutil.copytree(successor, tmp_path / "strict")
+    refusal = "{% for m in messages if m.content == 'no' %}{{ raise_exception('not a word of that') }}{% endfor %}"
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config["chat_template"] = refusal + config["chat_template"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    terminal = Terminal(tmp_path, "--model", folder, "--stats", "off")
+    assert terminal.say("no")[1] == "chat: the chat template refuses this conversation: not a word of that"
+    assert terminal.say("hi") == ["> hi", ANSWER]

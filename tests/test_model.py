@@ -267,6 +267,9 @@ def test_weights_that_are_not_whole_are_refused_by_file_name(tiny_gqa, tmp_path)
     weights.unlink()
     with pytest.raises(ModelError, match=r"no weights; a model folder needs"):
         load(folder)
+    (folder / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+    with pytest.raises(ModelError, match=r"pytorch_model\.bin: pickles can run code"):
+        load(folder)
     with pytest.raises(ModelError, match="no such model folder"):
         load(tmp_path / "nowhere")
 
