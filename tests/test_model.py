@@ -183,6 +183,8 @@ cache.extend(len(tokens))
 logits = model.head(model(tokens, cache))
 if rank == 0:
     torch.save((logits, sum(p.nbytes for p in model.layers.parameters()), cache.bytes_per_token), sys.argv[5])
+dist.barrier()
+dist.destroy_process_group()
 """
 
 
