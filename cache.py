@@ -163,7 +163,7 @@ class ContiguousCache(KVCache):
         window = self.config.windows[layer]
         if len(q) == 1 and window is not None:
             keys, values = keys[:, -window:], values[:, -window:]
-        return attention(q, keys, values, self.masks[window])
+        return attention(q.to(self.dtype), keys, values, self.masks[window])
 
 
 KINDS: dict[str, type[KVCache]] = {kind.kind: kind for kind in (NoCache, ContiguousCache)}

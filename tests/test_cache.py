@@ -113,6 +113,13 @@ def test_a_cache_that_keeps_nothing_holds_nothing(model):
     assert (cache.length, cache.bytes_used, cache.bytes_reserved, cache.bytes_per_token) == (0, 0, 0, 0)
 
 
+@pytest.mark.parametrize("kind", CACHED)
+def test_a_cache_may_keep_another_dtype_than_the_model_has(model, kind):
+    cache = make(kind, model.config, 128, dtype=torch.bfloat16)
+    difference = logits_of(model, cache, TOKENS, 50) - recomputed(model, TOKENS)
+    assert 1e-4 < difference.abs().max() < 0.5
+
+
 # ---- lengths
 
 
