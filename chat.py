@@ -219,8 +219,8 @@ def list_models() -> None:
     from tokenizer import Tokenizer, TokenizerError
 
     folders = model_folders()
-    width = max(map(len, ["model", *folders])) + 2
-    print(f"{'model':{width}}{'type':10}{'parameters':>10}{'weights':>12}{'context':>10}  loads")
+    width = min(60, max(map(len, ["model", *folders])))
+    print(f"{'model':{width}}  {'type':10}{'parameters':>10}{'weights':>12}{'context':>10}  loads")
     for name, folder in folders.items():
         facts, loads = f"{'':42}", "yes"
         try:
@@ -232,26 +232,32 @@ def list_models() -> None:
             Tokenizer.from_folder(folder)
         except (ModelError, TokenizerError) as error:
             loads = f"no: {str(error).replace(str(folder) + '/', '')}"
-        print(f"{name:{width}}{facts}  {loads}")
+        print(one_line(f"{name:{width}}  {facts}  {loads}")[:300])
 
 
 def model_folders() -> dict[str, Path]:
-    """Folders by the name that --model takes: those in weights/, and the newest snapshots in the Hugging Face
-    cache."""
+    """Folders by the name that --model takes: those in weights/, and the snapshots in the Hugging Face cache."""
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
     from weights.get import WEIGHTS
 
-    folders = {os.path.relpath(config.parent): config.parent for config in sorted(WEIGHTS.glob("*/config.json"))}
+    own = sorted(path for path in WEIGHTS.iterdir() if path.is_dir() and not path.name.startswith((".", "_")))
+    folders = {os.path.relpath(path): path for path in own}
     try:
-        repositories = sorted(scan_cache_dir().repos, key=lambda repository: repository.repo_id)
+        cache = scan_cache_dir()
     except CacheNotFound:
-        repositories = []
-    for repository in repositories:
-        newest = max(repository.revisions, key=lambda revision: revision.last_modified, default=None)
-        if repository.repo_type == "model" and newest and (newest.snapshot_path / "config.json").exists():
-            folders[repository.repo_id] = newest.snapshot_path
+        return folders
+    except (ValueError, OSError) as error:
+        note(f"the Hugging Face cache cannot be read: {error}")
+        return folders
+    for warning in cache.warnings:
+        note(str(warning))
+    for repository in sorted(cache.repos, key=lambda repository: repository.repo_id):
+        for revision in repository.revisions if repository.repo_type == "model" else ():
+            if (revision.snapshot_path / "config.json").exists():
+                main = "main" in revision.refs  # what --model org/name takes
+                folders[repository.repo_id + ("" if main else f"@{revision.commit_hash}")] = revision.snapshot_path
     return folders
 
 
@@ -277,7 +283,12 @@ CONTROL = {code: f"\\x{code:02x}" for code in [*range(0x20), *range(0x7F, 0xA0)]
 def note(text: str) -> None:
     """One line to the person, never to stdout."""
     with suppress(OSError):  # there is no better place to say that stderr is full or gone
-        print(f"chat: {' '.join(text.split())}".translate(CONTROL), file=sys.stderr, flush=True)
+        print(f"chat: {one_line(' '.join(text.split()))}", file=sys.stderr, flush=True)
+
+
+def one_line(text: str) -> str:
+    """Text from a file, or a folder's name, as a terminal may show it."""
+    return text.replace("\n", " ").translate(CONTROL)
 
 
 def escapes_work(stream) -> bool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import cache
 from pathlib import Path
@@ -42,6 +43,9 @@ FAMILY = {
     "qwen3": {**WINDOWS, "qk_norm": True, "head_dim": 128},
     "smollm3": {"no_rope_layer_interval": 4, "rope_theta": 2e6, "tie_word_embeddings": True},
 }
+
+
+IGNORED = {"mistral": ("attention_bias", "mlp_bias"), "qwen2": ("attention_bias", "mlp_bias"), "qwen3": ("mlp_bias",)}
 
 
 @dataclass(frozen=True)
@@ -105,6 +109,8 @@ class Config:
             raise ModelError(f"hidden_act is {raw['hidden_act']!r}; supported: silu")
 
         raw = {**FAMILY[raw["model_type"]], **raw}
+        for name in IGNORED.get(raw["model_type"], ()):  # as transformers does
+            raw.pop(name, None)
         # transformers 5 moved rope_theta and rope_scaling into rope_parameters.
         rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
         if not isinstance(rope, dict):
@@ -121,7 +127,8 @@ class Config:
         for field in fields(cls):
             value = raw.get(field.name)
             if field.type in kinds and value is not None:
-                if not kinds[field.type](value) or value > bounds.get(field.name, 2**24):
+                bound = bounds.get(field.name, 2**24) if field.type == "int" else math.inf
+                if not kinds[field.type](value) or value > bound:
                     raise ModelError(f"{field.name} is {value!r}")
                 known[field.name] = value
             elif field.default is MISSING:
@@ -535,7 +542,11 @@ class Checkpoint:
         try:
             return safe_open(path, framework="pt")
         except (SafetensorError, OSError) as error:
-            raise ModelError(f"{path}: not a whole safetensors file ({error}); download it again") from None
+            if not os.access(path, os.R_OK):
+                raise ModelError(f"{path}: it may not be read") from None
+            # A snapshot of the Hugging Face cache links to the file that is damaged.
+            file = f"remove {path.resolve()} and " if path.is_symlink() else ""
+            raise ModelError(f"{path}: not a whole safetensors file ({error}); {file}download it again") from None
 
     def dtype(self, name: str) -> torch.dtype:
         """The stored dtype of a tensor. Raises ModelError when it is missing, or of a kind that is not supported."""

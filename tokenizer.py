@@ -18,7 +18,7 @@ from pathlib import Path
 
 # For folders without a chat template: base models go on from it, and older chat models mostly know something like it.
 PLAIN = (
-    "{{ bos_token }}{% for m in messages %}{{ m.role | capitalize }}: {{ m.content }}\n{% endfor %}"
+    "{% for m in messages %}{{ m.role | capitalize }}: {{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}Assistant:{% endif %}"
 )
 PLAIN_STOP = "\nUser:"  # where a model begins to speak for the person
@@ -86,11 +86,16 @@ class Tokenizer:
         Raises TokenizerError when there is neither, or one is damaged.
         """
         folder = Path(folder)
-        config = _read_json(folder / "tokenizer_config.json", optional=True)
+        config = {
+            **_read_json(folder / "special_tokens_map.json", optional=True),
+            **_read_json(folder / "tokenizer_config.json", optional=True),
+        }
         if (folder / "tokenizer.json").exists():
             backend = JsonBackend(folder / "tokenizer.json")
         elif (folder / "tokenizer.model").exists():
-            backend = SentencePieceBackend(folder / "tokenizer.model", config)
+            added = _read_json(folder / "added_tokens.json", optional=True)
+            backend = SentencePieceBackend(folder / "tokenizer.model", config, added)
+            config = {**backend.names, **config}
         else:
             raise TokenizerError(f"{folder}: no tokenizer.json and no tokenizer.model; a model folder needs one")
         stops = set()
@@ -116,7 +121,8 @@ class Tokenizer:
         A folder without a template (``has_template`` is False) gets a plain one, "User: … Assistant:". Raises
         TokenizerError with the template's own words when it refuses the conversation.
         """
-        return self._encode_rendered(self._render(messages, add_generation_prompt=True))
+        ids = self._encode_rendered(self._render(messages, add_generation_prompt=True))
+        return ids if self.has_template else self._backend.begin(ids)
 
     # ---- templates
 
@@ -247,6 +253,11 @@ class JsonBackend:
         with _told(f"{self._path}: not a usable tokenizer"):
             return self._engine.encode(text, add_special_tokens=add_special_tokens).ids
 
+    def begin(self, ids: list[int]) -> list[int]:
+        """``ids`` behind the BOS, if the tokenizer's own settings add one."""
+        whole, bare = self.encode("a"), self.encode("a", add_special_tokens=False)
+        return whole[: next((n for n in range(len(whole)) if whole[n : n + len(bare)] == bare), 0)] + ids
+
     def encode_parts(self, parts: list[str | int]) -> list[int]:
         """Ids of texts and control tokens in a row, nothing added."""
         text = "".join(self._secret[part] if isinstance(part, int) else part for part in parts)
@@ -301,7 +312,7 @@ class SentencePieceBackend:
     """``tokenizer.model``, by the sentencepiece library; control tokens are those of the model and of
     tokenizer_config.json, and markup that the model defines as a piece of its own."""
 
-    def __init__(self, path: Path, config: dict):
+    def __init__(self, path: Path, config: dict, more: dict):
         from sentencepiece import SentencePieceProcessor as Engine
 
         with _told(f"{path}: not a usable tokenizer"):
@@ -315,6 +326,7 @@ class SentencePieceBackend:
             # A piece is its name, score and type, of which 4 is user-defined.
             defined = re.findall(rb"\n.\n.([^\x15]+)\x15.{4}\x18\x04", model, re.DOTALL)
             added = {engine.piece_to_id(name): {"content": name} for name in map(bytes.decode, defined)}
+            added |= {int(i): {"content": name, "special": True} for name, i in more.items()}  # added_tokens.json
             added |= {int(i): token for i, token in (config.get("added_tokens_decoder") or {}).items()}
             ids = range(engine.get_piece_size())
             names = {i: engine.id_to_piece(i) for i in ids} | {i: token["content"] for i, token in added.items()}
@@ -330,8 +342,14 @@ class SentencePieceBackend:
         self._first = bare if config.get("add_prefix_space") is False else engine
         self._later = self._first if config.get("legacy") else bare
         self.strips_first_space = self._first.normalize("a") != "a"
+        ids = {"bos_token": engine.bos_id(), "eos_token": engine.eos_id(), "unk_token": engine.unk_id()}
+        self.names = {name: engine.id_to_piece(i) for name, i in ids.items() if i >= 0}  # where no config has others
         self._bos = [engine.bos_id()] if config.get("add_bos_token", True) and engine.bos_id() >= 0 else []
         self._eos = [engine.eos_id()] if config.get("add_eos_token", False) and engine.eos_id() >= 0 else []
+
+    def begin(self, ids: list[int]) -> list[int]:
+        """``ids`` behind the BOS, if the tokenizer's own settings add one."""
+        return [*self._bos, *ids]
 
     def encode(self, text: str) -> list[int]:
         return [*self._bos, *self._plain(self._first, text), *self._eos]

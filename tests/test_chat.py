@@ -897,15 +897,26 @@ def test_the_list_shows_what_loads_and_why_the_rest_does_not(run, successor, tmp
     snapshot = tmp_path / "hub" / "models--org--name" / "snapshots" / ("0" * 40)
     shutil.copytree(successor, snapshot)
     (snapshot / "model.safetensors").unlink()
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("0" * 40)
+    shutil.copytree(successor, snapshot.with_name("1" * 40))
+    broken = tmp_path / "hub" / "models--org--broken" / "snapshots" / ("2" * 40)
+    broken.mkdir(parents=True)
+    (broken / "config.json").symlink_to("nowhere")
+    (weights / "a\nb\x1b[31m").mkdir()
     monkeypatch.setattr("weights.get.WEIGHTS", weights)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     code, out, err = run("--list")
-    assert (code, err) == (0, "")
-    head, bad, good, cached = out.splitlines()
+    assert code == 0
+    assert is_one_line(err, "models--org--broken")
+    head, odd, bad, good, cached, other = out.splitlines()
+    assert "\x1b" not in odd
+    assert re.search(r"a b\\x1b\[31m .* no: ", odd)
     assert head.split() == ["model", "type", "parameters", "weights", "context", "loads"]
     assert re.search(r"bad .* no: config.json: model_type is 'gemma'", bad)
     assert re.search(r"good +llama +0 M +\d+\.\d MiB +512 +yes$", good)
     assert re.search(r"^org/name .* no: .*no weights", cached)
+    assert re.search(r"^org/name@1{40} .* yes$", other)
 
 
 # ---- streams that are closed

@@ -36,6 +36,7 @@ CASES = {
     "llama-yarn-mscale": ("Llama", rope("yarn", **YARN, mscale=1.2, mscale_all_dim=0.7)),
     "llama-yarn-untruncated": ("Llama", rope("yarn", **YARN, truncate=False, attention_factor=1.3)),
     "mistral": ("Mistral", {"sliding_window": WINDOW}),
+    "llama-theta": ("Llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e8}}),
     "mistral-always": ("Mistral", {"sliding_window": WINDOW, "use_sliding_window": False, "max_window_layers": 2}),
     "mistral-whole": ("Mistral", {"sliding_window": None, "head_dim": 16}),
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),

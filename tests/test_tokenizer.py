@@ -895,3 +895,24 @@ def test_tiktokens_format_is_recognised_and_the_way_out_is_said(tmp_path):
     (tmp_path / "tokenizer.model").write_text("".join(lines))
     with pytest.raises(TokenizerError, match=r"tokenizer\.model: in tiktoken's format.*tokenizer\.json"):
         Tokenizer.from_folder(tmp_path)
+
+
+def test_a_sentencepiece_model_brings_its_own_special_tokens_and_those_that_were_added_beside_it(tmp_path):
+    template = "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}{{ eos_token }}"
+    folder = spm_folder(tmp_path, "tokenizer.model.v1", chat_template=template)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    (folder / "added_tokens.json").write_text(json.dumps({"<|im_end|>": 32000, "<|im_start|>": 32001}))
+    ours = Tokenizer.from_folder(folder)
+    ids = ours.chat(HI)
+    assert ids[:2] == [1, 32001]
+    assert ids[-2:] == [32000, 2]
+    assert ours.stop_ids >= {2, 32000}
+
+
+def test_a_plain_conversation_begins_as_the_tokenizer_begins_a_text(tmp_path):
+    for add_bos, first in ((True, [1]), (False, [])):
+        (folder := tmp_path / str(add_bos)).mkdir()
+        ours = Tokenizer.from_folder(spm_folder(folder, "tokenizer.model.v1", add_bos_token=add_bos))
+        plain = ours.encode(f"User: {HI[0]['content']}\nAssistant:")
+        assert ours.chat(HI) == plain
+        assert plain[: len(first)] == first
