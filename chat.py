@@ -644,7 +644,8 @@ class Repl:
                 note(f"no command /{name}; /help lists them")
         elif text.strip():
             try:
-                answer(self.session, self.conversation, text, self.sampling, self.output)
+                with bracketed_paste():
+                    answer(self.session, self.conversation, text, self.sampling, self.output)
             except user_errors() as error:
                 note(str(error))
 
@@ -711,6 +712,18 @@ COMMANDS = {
     "stats": Command("|".join(MODES), "what is shown of cache and speed", Repl.set_stats),
     "quit": Command("", "leave, as Ctrl-D does", Repl.quit),
 }
+
+
+@contextmanager
+def bracketed_paste() -> Iterator[None]:
+    """What is pasted during an answer stays marked as a paste, as the prompt has it, and is not read as typed
+    lines."""
+    on, off = ("\x1b[?2004h", "\x1b[?2004l") if escapes_work(sys.stdout) else ("", "")
+    print(on, end="", flush=True)
+    try:
+        yield
+    finally:
+        print(off, end="", flush=True)
 
 
 def state_folder() -> Path:

@@ -795,6 +795,19 @@ def test_paste_of_several_lines_is_one_message(terminal):
     assert counts[1] == typed + len(["<|im_end|>", "\n", "<|im_start|>", *"assistant\n"])
 
 
+def test_paste_during_an_answer_waits_as_one_message(endless, tmp_path):
+    terminal = Terminal(tmp_path, "--model", endless, "-n", "900")
+    terminal.received = b""
+    terminal.type("hi\r")
+    terminal.see("ababab")
+    assert b"\x1b[?2004h" in terminal.received.partition(b"abab")[0]  # the terminal is asked to mark pastes
+    terminal.screen.reset()
+    terminal.type(PASTE.format("/clear\rand more"))
+    terminal.see("> /clear")
+    terminal.see("and more")
+    assert "the conversation is empty" not in "\n".join(terminal.screen.shown)
+
+
 def test_alt_enter_is_a_new_line_in_the_message(terminal):
     terminal.say("hi")
     assert new(terminal.say("a\x1b\rb")) - new(terminal.say("a")) == len("\nb")
