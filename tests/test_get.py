@@ -4,8 +4,10 @@ import hashlib
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
+import time
 import zipfile
 from pathlib import Path
 
@@ -39,8 +41,8 @@ TOKENS = SPECIALS + sorted(ByteLevel.alphabet()) + ["12", "hi", "Ġhi", "<plain>
 
 
 SCALING = "llama.rope.scaling."
-F32, U32, BOOL, TEXT, LIST = (
-    getattr(gguf.GGUFValueType, name) for name in ("FLOAT32", "UINT32", "BOOL", "STRING", "ARRAY")
+F32, U32, I32, BOOL, TEXT, LIST = (
+    getattr(gguf.GGUFValueType, name) for name in ("FLOAT32", "UINT32", "INT32", "BOOL", "STRING", "ARRAY")
 )
 
 
@@ -104,9 +106,12 @@ def byte_level(writer, pre="smollm", bos=False):
     writer.add_chat_template(TEMPLATE)
 
 
-def write_gguf(path, model, *, architecture=None, tokenizer=byte_level, extra=(), tensors=(), skip="", **options):
-    """Write `model` to `path`; the options bend it. `extra` is (key, value, GGUF type), `tensors` (name, array);
-    `tokenizer` writes the metadata of one, with the other options."""
+def write_gguf(
+    path, model, *, architecture=None, tokenizer=byte_level, extra=(), drop=(), tensors=(), skip="", **options
+):
+    """Write `model` to `path`; the options bend it. `extra` is (key, value, GGUF type), in the place of a key that is
+    there, `drop` are keys to leave out, `tensors` (name, array); `tokenizer` writes the metadata of one, with the other
+    options."""
     config = model.config
     writer = gguf.GGUFWriter(path, architecture or config.model_type)
     writer.add_block_count(config.num_hidden_layers)
@@ -119,6 +124,8 @@ def write_gguf(path, model, *, architecture=None, tokenizer=byte_level, extra=()
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     tokenizer(writer, **options)
+    for key in (*drop, *(key for key, _, _ in extra)):
+        writer.kv_data[0].pop(key, None)
     for key, value, kind in extra:
         writer.add_key_value(key, value, kind)
     theirs = {hf: name for name, hf in get.tensor_names(config.to_dict()).items()}
@@ -278,6 +285,13 @@ def test_the_ends_of_an_answer_come_along(tiny, tmp_path):
     assert engine_tokenizer.Tokenizer.from_folder(tmp_path / "model").stop_ids == {0, 1, 2}
 
 
+def test_the_ends_of_an_answer_come_along_without_an_eos(tiny, tmp_path):
+    end, drop = [("tokenizer.ggml.eot_token_id", 2, U32)], ["tokenizer.ggml.eos_token_id"]
+    get.convert(write_gguf(tmp_path / "t.gguf", tiny, extra=end, drop=drop), tmp_path / "model")
+    assert json.loads((tmp_path / "model/generation_config.json").read_text())["eos_token_id"] == [2]
+    assert engine_tokenizer.Tokenizer.from_folder(tmp_path / "model").stop_ids == {2}
+
+
 @pytest.mark.parametrize(
     "pre, bos, words",
     [  # of one text
@@ -328,10 +342,51 @@ def test_the_chat_template_comes_along(folder):
         ({"tensors": [("blk.0.attn_q.bias", np.ones(64, np.float32))]}, "blk.0.attn_q.bias is not supported"),
         ({"extra": [("llama.block_count", 2**31, U32)]}, "llama.block_count = 2147483648"),
         ({"extra": [("llama.rope.scaling.type", ["yarn"], LIST)]}, "rope.scaling.type = ['yarn']"),
-        ({"extra": [(SCALING + "type", "yarn", TEXT), (SCALING + "attn_factor", "x", TEXT)]}, "cannot read"),
-        ({"extra": [("tokenizer.ggml.pre", ["smollm"], LIST)]}, "cannot read"),
+        ({"extra": [(SCALING + "type", "yarn", TEXT), (SCALING + "attn_factor", "x", TEXT)]}, "attn_factor = 'x'"),
+        ({"extra": [("tokenizer.ggml.pre", ["smollm"], LIST)]}, "tokenizer.ggml.pre = ['smollm']"),
         ({"skip": "blk.1.attn_k.weight"}, "blk.1.attn_k.weight is missing"),
         ({"skip": "output_norm.weight", "tensors": [("output_norm.weight", np.full(64, 1e5, np.float32))]}, "overflow"),
+        (
+            {"extra": [("llama.attention.head_count_kv", 4, U32)]},
+            "blk.0.attn_k.weight is [32, 64], and must be [64, 64]",
+        ),
+        ({"extra": [("llama.attention.head_count", 0, U32)]}, "llama.attention.head_count = 0"),
+        ({"extra": [("llama.attention.head_count_kv", 0, U32)]}, "llama.attention.head_count_kv = 0"),
+        ({"extra": [("llama.attention.head_count_kv", 3, U32)]}, "llama.attention.head_count_kv = 3"),
+        ({"drop": ["llama.attention.head_count_kv"]}, "tensor blk.0.attn_k.weight is [32, 64], and must be [64, 64]"),
+        ({"extra": [("llama.attention.key_length", 17, U32)]}, "llama.attention.key_length = 17"),
+        (
+            {"extra": [("llama.feed_forward_length", 95, U32)]},
+            "tensor blk.0.ffn_gate.weight is [96, 64], and must be [95, 64]",
+        ),
+        ({"extra": [("llama.embedding_length", 128, U32)]}, "llama.rope.dimension_count = 16"),
+        ({"extra": [("llama.embedding_length", 66, U32)]}, "tensor token_embd.weight is"),
+        (
+            {"skip": "output_norm.weight", "tensors": [("output_norm.weight", np.ones((64, 1), np.float32))]},
+            "tensor output_norm.weight is [64, 1], and must be [64]",
+        ),
+        ({"extra": [("llama.context_length", 0, U32)]}, "llama.context_length = 0"),
+        ({"extra": [("llama.context_length", 128.0, F32)]}, "llama.context_length = 128.0"),
+        ({"drop": ["llama.context_length"]}, "llama.context_length is missing"),
+        ({"extra": [("llama.attention.layer_norm_rms_epsilon", 0.0, F32)]}, "layer_norm_rms_epsilon = 0.0"),
+        ({"extra": [("llama.rope.freq_base", math.nan, F32)]}, "llama.rope.freq_base = nan"),
+        ({"extra": [("llama.rope.freq_base", -1.0, F32)]}, "llama.rope.freq_base = -1.0"),
+        ({"extra": [(SCALING + "factor", math.inf, F32)]}, "rope.scaling.factor = inf"),
+        ({"extra": [(SCALING + "factor", -2.0, F32)]}, "rope.scaling.factor = -2.0"),
+        ({"extra": [("general.architecture", ["llama"], LIST)]}, "general.architecture = ['llama']"),
+        ({"drop": ["tokenizer.ggml.tokens"]}, "tokenizer.ggml.tokens is missing"),
+        ({"drop": ["tokenizer.ggml.token_type"]}, "tokenizer.ggml.token_type is missing"),
+        ({"drop": ["tokenizer.ggml.merges"]}, "tokenizer.ggml.merges is missing"),
+        ({"extra": [("tokenizer.ggml.model", "llama", TEXT)]}, "tokenizer.ggml.scores is missing"),
+        ({"extra": [("tokenizer.ggml.tokens", [*TOKENS, "more"], LIST)]}, "tokenizer.ggml.token_type has"),
+        ({"extra": [("tokenizer.ggml.token_type", ["x"], LIST)]}, "tokenizer.ggml.token_type = ['x']"),
+        ({"extra": [("tokenizer.ggml.merges", ["hi"], LIST)]}, "tokenizer.ggml.merges"),
+        ({"extra": [("tokenizer.ggml.merges", ["no where"], LIST)]}, "tokenizer.ggml.merges"),
+        ({"extra": [("tokenizer.ggml.eos_token_id", 2**32 - 1, U32)]}, "tokenizer.ggml.eos_token_id = 4294967295"),
+        ({"extra": [("tokenizer.ggml.eot_token_id", -1, I32)]}, "tokenizer.ggml.eot_token_id = -1"),
+        ({"extra": [("tokenizer.ggml.bos_token_id", "1", TEXT)]}, "tokenizer.ggml.bos_token_id = '1'"),
+        ({"extra": [("tokenizer.chat_template", 1, U32)]}, "tokenizer.chat_template = 1"),
+        ({"bos": True, "drop": ["tokenizer.ggml.bos_token_id"]}, "tokenizer.ggml.bos_token_id is missing"),
     ],
 )
 def test_what_cannot_be_carried_over_is_refused_by_name(tiny, tmp_path, bend, named):
@@ -349,6 +404,12 @@ def test_settings_that_are_off_are_no_obstacle(tiny, tmp_path):
     off += [("llama.vocab_size", len(TOKENS), U32)]
     get.convert(write_gguf(tmp_path / "t.gguf", tiny, extra=off), tmp_path / "model")
     assert (tmp_path / "model" / "model.safetensors").exists()
+
+
+def test_more_tokens_than_rows_are_refused(tmp_path):
+    path = write_gguf(tmp_path / "t.gguf", tiny_model(tied=True, vocab_size=len(TOKENS) - 1))
+    with pytest.raises(get.GetError, match="tokenizer.ggml.tokens has .* tokens, and token_embd.weight but"):
+        get.convert(path, tmp_path / "model")
 
 
 def test_a_token_that_stands_twice_is_refused(tiny, tmp_path, monkeypatch):
@@ -561,6 +622,34 @@ def test_a_damaged_file_is_refused_in_one_line(tiny, tmp_path, keep, capfd):
     assert get.main([str(path), str(tmp_path / "model")]) == 2
     out, err = capfd.readouterr()
     assert out == "" and err.startswith("get: ") and err.count("\n") == 1 and str(path) in err
+    assert os.listdir(tmp_path) == ["t.gguf"]
+    if keep in (3, 1000):
+        assert err == f"get: {path}: not a whole GGUF file\n"
+
+
+def test_a_link_to_nowhere_is_not_overwritten(tiny, tmp_path):
+    (tmp_path / "model").symlink_to("nowhere")
+    with pytest.raises(get.GetError, match="is not overwritten"):
+        get.convert(write_gguf(tmp_path / "t.gguf", tiny), tmp_path / "model")
+
+
+def test_what_killed_runs_left_is_removed_after_a_day(tiny, tmp_path):
+    for name, age in {".converting-old": 25, ".converting-new": 1, "other": 25}.items():
+        (tmp_path / name).mkdir()
+        os.utime(tmp_path / name, (time.time() - age * 3600,) * 2)
+    get.convert(write_gguf(tmp_path / "t.gguf", tiny), tmp_path / "model")
+    assert sorted(os.listdir(tmp_path)) == [".converting-new", "model", "other", "t.gguf"]
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="signals of Unix")
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+def test_a_killed_run_leaves_nothing(tiny, tmp_path, name):
+    path = write_gguf(tmp_path / "t.gguf", tiny)
+    kill = "import os, signal, sys; from weights import get; get.write_weights = lambda *_: "
+    kill += f"os.kill(os.getpid(), signal.{name}); sys.exit(get.main(sys.argv[1:]))"
+    run = [sys.executable, "-c", kill, path, tmp_path / "model"]
+    done = subprocess.run(run, cwd=Path(get.__file__).parent.parent, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "")
     assert os.listdir(tmp_path) == ["t.gguf"]
 
 

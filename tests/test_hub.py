@@ -3,9 +3,12 @@
 import hashlib
 import json
 import os
+import shutil
+import socket
 import subprocess
 import sys
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -53,7 +56,7 @@ class Desk(BaseHTTPRequestHandler):
         for part, (status, headers) in hub.refused.items():
             if part in path:
                 return self.answer(b"{}", status, headers)
-        if path == "/api/models/org/tiny/revision/main":
+        if path in ("/api/models/org/tiny/revision/main", f"/api/models/org/tiny/revision/{COMMIT}"):
             siblings = [{"rfilename": name} for name in hub.files]
             return self.answer(json.dumps({"id": "org/tiny", "sha": COMMIT, "siblings": siblings}).encode())
         if path == f"/api/models/org/tiny/tree/{COMMIT}":
@@ -124,7 +127,8 @@ def hub(original):
 
 @pytest.fixture
 def resolve(hub, tmp_path):
-    """Runs get.resolve in a process of its own with an empty home: (exit status, stdout, stderr)."""
+    """Runs get.resolve in a process of its own with an empty home: (exit status, stdout, stderr), of this without the
+    line that says whom we ask."""
 
     def run(*arguments, **environment):
         clean = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING"))}
@@ -132,7 +136,8 @@ def resolve(hub, tmp_path):
         clean |= {"NO_PROXY": "127.0.0.1", **environment}
         command = [sys.executable, "-c", RUN, *arguments]
         done = subprocess.run(command, cwd=ROOT, env=clean, capture_output=True, text=True, timeout=20)
-        return done.returncode, done.stdout.strip(), done.stderr.strip()
+        asks = f"{arguments[0]} is not here; asking {clean['HF_ENDPOINT']}\n"
+        return done.returncode, done.stdout.strip(), done.stderr.removeprefix(asks).strip()
 
     return run
 
@@ -166,7 +171,7 @@ def test_a_broken_download_is_resumed(hub, resolve):
     del hub.files["model.safetensors.index.json"]
     hub.files["model.safetensors"], hub.cuts = data, 1
     status, folder, said = resolve("org/tiny")
-    assert status == 0 and "resume" in said
+    assert (status, said) == (0, "")
     assert hub.ranges == [f"bytes={10 * 2**20}-"]
     assert (Path(folder) / "model.safetensors").read_bytes() == data
 
@@ -206,8 +211,64 @@ def test_pickles_alone_are_no_model(hub, resolve):
     for name in [name for name in hub.files if "safetensors" in name]:
         del hub.files[name]
     status, out, said = resolve("org/tiny")
-    assert status == 2 and said.endswith("(it has no model.safetensors): try again")
+    assert status == 2
+    assert said == "org/tiny: the model is there, but has no safetensors, and pickles are never opened"
+    assert len(hub.asked) == 1
+
+
+def test_an_index_of_pickles_is_no_model(hub, resolve):
+    hub.files["model.safetensors.index.json"] = b'{"weight_map": {"a": "pytorch_model.bin"}}'
+    status, out, said = resolve("org/tiny")
+    assert status == 2 and said.endswith("has no safetensors, and pickles are never opened")
     assert not any(line.endswith(".bin") for line in hub.asked)
+
+
+def test_a_cached_folder_without_a_tokenizer_is_fetched_again(hub, resolve):
+    status, folder, _ = resolve(f"org/tiny@{COMMIT}")
+    assert status == 0
+    trees = Path(folder).parents[1] / "trees"  # the client's own list of what is there, which older ones do not write
+    shutil.rmtree(trees, ignore_errors=True)
+    (Path(folder) / "tokenizer.json").unlink()
+    assert resolve(f"org/tiny@{COMMIT}", "--offline")[0] == 2
+    assert resolve(f"org/tiny@{COMMIT}") == (0, folder, "")
+    assert (Path(folder) / "tokenizer.json").exists()
+    shutil.rmtree(trees, ignore_errors=True)
+    (Path(folder) / "tokenizer.json").rename(Path(folder) / "tokenizer.model")
+    assert resolve(f"org/tiny@{COMMIT}", "--offline") == (0, folder, "")
+
+
+def test_a_model_without_a_tokenizer_is_said(hub, resolve):
+    del hub.files["tokenizer.json"]
+    status, _, said = resolve("org/tiny")
+    assert status == 2
+    assert said == "org/tiny: the model is there, but has neither tokenizer.json nor tokenizer.model"
+
+
+def test_a_hub_that_never_answers_is_given_up(tmp_path, monkeypatch, capfd):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", endpoint)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(get, "PATIENCE", 0.5)
+        start = time.monotonic()
+        with pytest.raises(get.GetError, match=r"^org/tiny: .* failed \(.*timed out.*\): try again$"):
+            get.resolve("org/tiny")
+        assert time.monotonic() - start < 5
+    assert capfd.readouterr() == ("", f"org/tiny is not here; asking {endpoint}\n")
+
+
+def test_a_file_is_no_folder_and_stays_off_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(get, "snapshot", None)
+    Path("org").mkdir()
+    for name in ("x.bin", "org/m.gguf"):
+        Path(name).touch()
+    for name, end in {"x.bin": "", "org/m.gguf": "; `python weights/get.py org/m.gguf` makes one of it"}.items():
+        with pytest.raises(get.GetError) as caught:
+            get.resolve(name)
+        assert str(caught.value) == f"{name}: a file; --model takes a folder{end}"
 
 
 def test_a_folder_is_itself(tmp_path, monkeypatch):
@@ -231,6 +292,7 @@ def test_a_full_disk_is_said(monkeypatch):
     def full(*_, local_files_only=False):
         raise FileNotFoundError if local_files_only else OSError(28, "No space left on device")
 
+    monkeypatch.setattr(get, "look_up", lambda *_: None)
     monkeypatch.setattr(get, "snapshot", full)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     with pytest.raises(get.GetError, match="no space left in .*HF_HOME"):

