@@ -279,7 +279,7 @@ def test_a_folder_is_itself(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", ["", "x", "../x", "x/..", "a/b/c", "/etc/none", "org/na me", "org/x@../../y", "x" * 5000]
+    "name", ["", "x", "../x", "x/..", "a/b/c", "/etc/none", "weights/typo", "org/na me", "org/x@../../y", "x" * 5000]
 )
 def test_no_other_name_reaches_the_hub(name, monkeypatch):
     monkeypatch.setattr(get, "snapshot", None)

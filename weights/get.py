@@ -138,7 +138,8 @@ def resolve(name: str, offline: bool = False) -> Path:
     if os.path.exists(name):
         makes = f"; `python weights/get.py {name}` makes one of it" if name.lower().endswith(".gguf") else ""
         raise GetError(f"{name}: a file; --model takes a folder{makes}")
-    if not (found := NAME.fullmatch(name)) or ".." in name:
+    # weights/… is a path with a slip in it, and no name for the hub.
+    if not (found := NAME.fullmatch(name)) or ".." in name or name.startswith("weights/"):
         raise GetError(f"{name}: no such model folder")
     from huggingface_hub import constants, utils
 
