@@ -366,6 +366,8 @@ def multiply(x: Tensor, weight: Tensor) -> Tensor:
 @cache
 def cpu_multiplies(dtype: torch.dtype) -> bool:
     """Whether this CPU has matrix kernels for a 16-bit dtype; many desktops have none."""
+    if not torch.backends.mkldnn.is_available():
+        return False
     if dtype is torch.bfloat16:
         return torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return torch.ops.mkldnn._is_mkldnn_fp16_supported()

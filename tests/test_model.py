@@ -13,7 +13,7 @@ from conftest import tiny_folder
 from safetensors.torch import load_file, save_file
 
 from cache import make
-from model import Config, ModelError, Rotary, load, multiply, rotate
+from model import Config, ModelError, Rotary, cpu_multiplies, load, multiply, rotate
 
 TOKENS = [5, 17, 200, 33, 5, 90, 121, 8, 64, 250, 5, 17, 3, 77, 140, 31]
 
@@ -99,6 +99,13 @@ def test_every_way_to_multiply_gives_the_product_up_to_rounding(dtype, rows, sup
     product = multiply(x, weight)
     assert product.dtype is dtype
     torch.testing.assert_close(product.double(), x.double() @ weight.double().T, atol=0.2, rtol=torch.finfo(dtype).eps)
+
+
+def test_a_torch_without_onednn_has_no_16_bit_kernels(monkeypatch):
+    """As on Apple's processors, where even asking for them fails."""
+    monkeypatch.setattr("torch.backends.mkldnn.is_available", lambda: False)
+    monkeypatch.delattr("torch.ops.mkldnn._is_mkldnn_fp16_supported", raising=False)
+    assert not cpu_multiplies.__wrapped__(torch.float16)
 
 
 def test_a_residual_stream_beyond_float16_does_not_overflow(tiny_gqa):
