@@ -183,6 +183,7 @@ def plot(path: Path, folder: Path, last: int, rounds: int) -> None:
 
 
 def main() -> int:
+    """Exit code: 0, or 2 for arguments that cannot be."""
     parser = argparse.ArgumentParser(description="Measure speed and memory, side by side in one run.")
     parser.add_argument("--model", type=Path, metavar="DIR", help="default: the default model")
     parser.add_argument("--peers", action="store_true", help="measure transformers too")

@@ -618,6 +618,7 @@ class Repl:
         self.pasted = ""  # what was pasted into an empty line
 
     def run(self) -> None:
+        """Read and answer until /quit or Ctrl-D."""
         cache, model = self.session.cache, self.session.model
         note(
             f"{model.name}, {str(model.dtype).removeprefix('torch.')} on {model.device.type}; "
@@ -754,6 +755,7 @@ def user_errors() -> tuple[type[Exception], ...]:
 
 
 def run(argv: list[str] | None) -> int:
+    """Do what the arguments ask for; the exit code. Raises ChatError or another of ``user_errors``."""
     args = arguments(argv)
     if args.list:
         list_models()
