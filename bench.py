@@ -15,9 +15,12 @@ import json
 import resource
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from time import perf_counter
+
+CONTEXT = 8192  # most tokens that are measured
 
 
 class Cached:
@@ -31,7 +34,7 @@ class Cached:
 
         self.model = load(folder)
         config = self.model.config
-        self.vocab_size, capacity = config.vocab_size, min(config.max_position_embeddings, 8192)
+        self.vocab_size, capacity = config.vocab_size, min(config.max_position_embeddings, CONTEXT)
         self.cache = make(self.kind, config, capacity, self.model.device, self.model.dtype)
         self.tokens: list[int] = []
 
@@ -198,9 +201,19 @@ def main() -> int:
     if args.serve:
         serve(args.serve, str(args.model))
         return 0
+    for package, wanted in {"matplotlib": args.plot, "transformers": args.peers}.items():
+        if wanted and find_spec(package) is None:
+            parser.error(f"{package} is not installed: pip install -r requirements-dev.txt")
+    from model import ModelError, survey
     from weights import get
 
-    folder = args.model or get.default_model()
+    try:
+        folder = args.model or get.default_model()
+        most = survey(folder)[0].config.max_position_embeddings
+    except (ModelError, get.GetError) as error:
+        parser.error(str(error))
+    if (needed := (args.to if args.plot else 512) + 32) > min(most, CONTEXT):
+        parser.error(f"this needs a context of {needed} tokens, and there are {min(most, CONTEXT)}")
     if args.plot:
         plot(args.plot, folder, args.to, args.rounds)
         return 0

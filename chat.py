@@ -165,9 +165,9 @@ def open_session(args: argparse.Namespace):
 
     folder, device = model_folder(args), device_of(args.device)
     tokenizer = Tokenizer.from_folder(folder)
-    most = model.Config.from_folder(folder).max_position_embeddings
-    context = args.ctx_size or min(4096, most)  # a modest part of what the model was made for
     llama = model.load(folder, device, None if args.dtype == "auto" else model.DTYPES[args.dtype])
+    most = llama.config.max_position_embeddings
+    context = args.ctx_size or min(4096, most)  # a modest part of what the model was made for
     kept = cache.make(args.cache, llama.config, context, device, llama.dtype)
     session = (VerifyingSession if args.verify else Session)(llama, kept, tokenizer)
     if context > most:
