@@ -254,7 +254,8 @@ def model_folders() -> dict[str, Path]:
     for warning in cache.warnings:
         note(str(warning))
     for repository in sorted(cache.repos, key=lambda repository: repository.repo_id):
-        for revision in repository.revisions if repository.repo_type == "model" else ():
+        revisions = repository.revisions if repository.repo_type == "model" else ()
+        for revision in sorted(revisions, key=lambda revision: ("main" not in revision.refs, revision.commit_hash)):
             if (revision.snapshot_path / "config.json").exists():
                 main = "main" in revision.refs  # what --model org/name takes
                 folders[repository.repo_id + ("" if main else f"@{revision.commit_hash}")] = revision.snapshot_path
