@@ -61,7 +61,7 @@ class Conversation:
         self.stop = ""  # why the last answer ended
         self.branch, self.others = "main", {}  # the other branches by name: session, messages, stop
         self.reused, self.computed, self.prefill_s = 0, 0, 0.0  # prompt tokens of all answers so far
-        self._saved, self._saving = 0.0, 0.0  # when the last session was kept, and how long that took
+        self._saved, self._saved_at, self._saving = None, 0.0, 0.0  # as LAST: what, when, and the seconds it took
 
     # ---- answers
 
@@ -116,15 +116,20 @@ class Conversation:
         """
         messages, (ids, begun) = self._fitting(messages, begun)
         session, tokenizer = self.session, self.session.tokenizer
+        try:
+            steps = session.generate(ids, self._sampling())
+        except ValueError as error:  # a tokenizer that is not the model's
+            raise ChatError(str(error)) from None
         at_start = tokenizer.strips_first_space
         tokenizer.strips_first_space = at_start and not begun  # the middle of a text has no first space
         try:
-            steps = session.generate(ids, self._sampling())
             with interruptible(session):
-                show(session, steps, self.output)
+                try:
+                    show(session, steps, self.output)
+                except OSError:  # the terminal is gone, and what came so far is not to go with it
+                    self._keep(messages, begun)
+                    raise
                 self._keep(messages, begun)
-        except ValueError as error:  # a tokenizer that is not the model's
-            raise ChatError(str(error)) from None
         finally:
             tokenizer.strips_first_space = at_start
 
@@ -163,8 +168,8 @@ class Conversation:
             return messages, prompt
         count = (len(messages) - len(left)) // 2
         dropped = "oldest turn is" if count == 1 else f"{count} oldest turns are"
-        stays = "; the system message stays" if self.system else ""
-        note(f"the context of {capacity} tokens is full: the {dropped} dropped, {len(left) // 2} stay{stays}")
+        stays = ", and the system message stays" if self.system else ""
+        note(f"the context of {capacity} tokens is full: the {dropped} dropped{stays}")
         return left, shorter
 
     def _prompt(self, messages: list[dict], begun: str) -> tuple[list[int], str]:
@@ -285,11 +290,11 @@ class Conversation:
 
     def keep_last(self, leaving: bool = False) -> None:
         """Keep it as the last one, unless writing would take more than a twentieth of the time. Raises as ``save``."""
-        if self.messages and (leaving or monotonic() - self._saved > 20 * self._saving):
-            start = monotonic()
+        said, start = (self.system, self.messages), monotonic()
+        if self.messages and said != self._saved and (leaving or start - self._saved_at > 20 * self._saving):
             self.save(LAST)
-            self._saved = monotonic()
-            self._saving = self._saved - start
+            self._saved, self._saved_at = said, monotonic()
+            self._saving = self._saved_at - start
 
 
 # ---- where it is kept

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -29,7 +30,7 @@ from conversation import (
     told,
 )
 from explain import cache_report, tokens_report
-from show import CONTROL, MODES, ChatError, escapes_work, filled, note, of, short, stats_for, user_errors
+from show import CONTROL, ENDINGS, MODES, ChatError, escapes_work, filled, note, of, short, stats_for, user_errors
 
 CHOICES = "/undo and /clear make room, /set on-full drop forgets the oldest turns"
 QUOTES = '"""'
@@ -111,8 +112,13 @@ class Repl:
             self.attached = []
 
     def _answer(self, how: Callable, *arguments) -> None:
-        with bracketed_paste():
-            how(*arguments)
+        from cache import CacheFull
+
+        try:
+            with bracketed_paste():
+                how(*arguments)
+        except CacheFull as error:
+            raise ChatError(f"{error}; {CHOICES}") from None
         self._warn()
         self._keep_last()
 
@@ -122,9 +128,8 @@ class Repl:
         left, capacity = conversation.left, conversation.session.cache.capacity
         self.warned = left <= capacity // 10
         if self.warned and not warned:
-            dropping = conversation.on_full == "drop"
-            then = "the oldest turns will be dropped" if dropping else f"then it stops. {CHOICES}"
-            note(f"the context is nearly full, {left} of {capacity} tokens are left; {then}")
+            then = "the oldest turns will be dropped" if conversation.on_full == "drop" else CHOICES
+            note(f"the context is {'nearly ' if left else ''}full, {left} of {capacity} tokens are left; {then}")
 
     def _keep_last(self, leaving: bool = False) -> None:
         try:
@@ -154,9 +159,9 @@ class Repl:
         self._say(from_editor(argument))
 
     def edit_last(self, argument: str) -> None:
-        text = argument or self.reader.read(self.conversation.last_message())[0]
+        text, pasted = (argument, False) if argument else self.reader.read(self.conversation.last_message())
         if text.strip():
-            self._answer(self.conversation.edit, text)
+            self._answer(self.conversation.edit, text if pasted else unquoted(text))
 
     def file(self, argument: str) -> None:
         path = Path(argument).expanduser()
@@ -439,12 +444,32 @@ class KeyReader:
         """A message or a command, beginning with ``text``, and whether it was pasted. Raises EOFError and
         KeyboardInterrupt."""
         self.pasted = ""
-        typed = self._session.prompt(default=text)
+        with self._orderly_endings():
+            typed = self._session.prompt(default=text)
         return typed, bool(self.pasted) and typed.startswith(self.pasted)
 
     def typed(self) -> str:
         """What stood in the line when Ctrl-C dropped it."""
         return self._session.default_buffer.text
+
+    @contextmanager
+    def _orderly_endings(self) -> Iterator[None]:
+        """A signal that ends the program ends the prompt first, which puts the terminal right: an exception from inside
+        its event loop would end as a traceback."""
+        app = self._session.app
+
+        def leave(signum, frame):
+            error = SystemExit(128 + signum)
+            if app.loop is None:
+                raise error
+            app.loop.call_soon_threadsafe(lambda: app.exit(exception=error))
+
+        before = {signum: signal.signal(signum, leave) for signum in ENDINGS if callable(signal.getsignal(signum))}
+        try:
+            yield
+        finally:
+            for signum, handler in before.items():
+                signal.signal(signum, handler)
 
     def _bindings(self):
         from prompt_toolkit.filters import Condition

@@ -4,7 +4,9 @@ import json
 import os
 import re
 import shutil
+import signal
 import stat
+import time
 from pathlib import Path
 
 import pytest
@@ -200,9 +202,8 @@ def test_ctrl_c_ends_the_answer_and_the_chat_goes_on(endless, tmp_path):
 def test_turn_that_does_not_fit_is_one_line_and_the_chat_goes_on(successor, tmp_path):
     terminal = Terminal(tmp_path, "--model", successor, "-c", "60", "--stats", "off")
     assert terminal.say("hi") == ["> hi", ANSWER]
-    lines = terminal.say("x" * 50)
-    assert len(lines) == 2
-    assert re.fullmatch(r"chat: the prompt has \d+ tokens and the context holds 60; shorten .*", lines[1])
+    lines = " ".join(terminal.say("x" * 50)[1:])
+    assert re.fullmatch(r"chat: the prompt has \d+ tokens and the context holds 60; shorten .* oldest turns", lines)
     terminal.say("/clear")
     assert terminal.say("hi") == ["> hi", ANSWER]
     terminal.type("/quit\r")
@@ -218,3 +219,267 @@ def test_a_template_that_refuses_is_quoted_and_the_chat_goes_on(successor, tmp_p
     terminal = Terminal(tmp_path, "--model", folder, "--stats", "off")
     assert terminal.say("no")[1] == "chat: the chat template refuses this conversation: not a word of that"
     assert terminal.say("hi") == ["> hi", ANSWER]
+
+
+# ---- writing
+
+
+def test_every_command_and_key_is_in_the_help_and_one_command_has_its_own(terminal):
+    lines = terminal.say("/help")
+    assert all(any(line.startswith(f"/{name} ") for line in lines) for name in repl.COMMANDS)
+    assert all(any(line.startswith(key) for line in lines) for key in repl.KEYS)
+    assert terminal.say("/help undo")[1:] == [f"/{'undo [n]':<30} take back the last turn, or n of them"]
+    assert "did you mean undo?" in terminal.say("/help und")[1]
+
+
+def test_unknown_command_suggests_the_nearest(terminal):
+    assert terminal.say("/retyr")[1] == "chat: no command /retyr; did you mean retry?; /help lists them"
+
+
+def test_quotes_hold_several_lines_and_two_slashes_are_one(terminal):
+    terminal.say("hi")
+    block = new(terminal.say('"""a\r/clear\rb"""'))
+    slash = new(terminal.say("//a"))
+    plain = new(terminal.say("a"))
+    assert block - plain == len("\n/clear\nb")
+    assert slash - plain == len("/")
+
+
+def test_editor_writes_a_message_and_one_that_fails_says_nothing(successor, tmp_path, monkeypatch):
+    editor = tmp_path / "an editor"
+    editor.write_text('#!/bin/sh\nprintf "more" >> "$1"\n')
+    editor.chmod(0o755)
+    monkeypatch.setenv("EDITOR", f"'{editor}'")
+    monkeypatch.delenv("VISUAL", raising=False)
+    terminal = Terminal(tmp_path, "--model", successor, "--stats", "off")
+    assert terminal.say("/edit some and ")[-1] == ANSWER
+    assert "> some andmore" in terminal.say("/history")
+    editor.write_text("#!/bin/sh\nexit 1\n")
+    assert "failed, and nothing was said" in terminal.say("/edit some")[-1]
+    editor.unlink()
+    assert "No such file" in " ".join(terminal.say("/edit some"))
+
+
+def test_file_goes_before_the_next_message(terminal, tmp_path):
+    (tmp_path / "notes of mine.txt").write_bytes(b"caf\xe9\n")
+    assert "6 tokens, goes before" in "".join(terminal.say(f"/file {tmp_path}/notes of mine.txt"))
+    terminal.say("what?")
+    assert terminal.say("/history")[1:4] == ["> caf\N{REPLACEMENT CHARACTER}", "", "what?"]
+    assert "no such file" in "".join(terminal.say(f"/file {tmp_path}"))
+    assert "no such file" in "".join(terminal.say("/file /dev/zero"))
+
+
+def test_tab_completes_commands_arguments_and_paths(terminal, tmp_path):
+    (tmp_path / "unmistakable.txt").touch()
+    terminal.screen.reset()
+    for typed, completed in [
+        ("/edit-", "> /edit-last"),
+        ("/set min", "> /set min-p"),
+        ("/stats su", "> /stats summary"),
+        (f"/file {tmp_path}/unmis", f"> /file {tmp_path}/unmistakable.txt"),
+    ]:
+        terminal.type(typed)
+        terminal.see(completed.rpartition(" ")[2].rpartition("/")[2])  # below the line
+        terminal.type("\t")
+        terminal.see(completed)
+        terminal.type("\x03")
+        terminal.ready()
+    terminal.type("/s")
+    terminal.see("show the system message, or set it")  # while typing
+    terminal.type("\x03")
+    terminal.ready()
+
+
+def test_history_is_searched(terminal):
+    terminal.say("find this again")
+    terminal.say("hi")
+    terminal.screen.reset()
+    terminal.type("\x12find")
+    terminal.see("find this again")
+    terminal.type("\x03")
+    terminal.ready()
+
+
+def test_toolbar_shows_context_cache_speed_and_model(terminal):
+    terminal.say("hi")
+    terminal.see("32/512 tokens, 480 left │ 0.1 of 1.0 MiB │")
+    terminal.see("tok/s │ successor, float32 on cpu")
+
+
+def test_vi_mode_edits_as_vi_does(successor, tmp_path):
+    terminal = Terminal(tmp_path, "--model", successor, "--vi", "--stats", "off")
+    terminal.type("one two\x1b")
+    time.sleep(0.8)  # an escape is one once no key follows
+    terminal.say("0dwA!")
+    assert terminal.say("/history")[1:] == ["> two!", ANSWER]
+
+
+# ---- the conversation
+
+
+def test_retry_undo_edit_last_and_clear_are_edits_of_one_conversation(terminal):
+    first = terminal.say("hi")
+    again = terminal.say("/retry")
+    assert again[-3] == ANSWER or ANSWER in again
+    assert (new(again), new(again) + reused(again)) == (1, new(first) + reused(first))
+    terminal.say("and?")
+    terminal.type("/edit-last\r")
+    terminal.see("> and?")
+    terminal.say("!")
+    assert terminal.say("/history")[1:] == ["> hi", ANSWER, "> and?!", ANSWER]
+    terminal.say("/edit-last other")
+    assert terminal.say("/history")[3] == "> other"
+    assert terminal.say("/undo")[1] == "chat: 1 turn left"
+    assert terminal.say("/undo 2")[1] == "chat: there is 1 turn to take back"
+    assert terminal.say("/undo x")[1] == "chat: x is no whole number"
+    assert terminal.say("/history")[1:] == ["> hi", ANSWER]
+    terminal.say("/clear")
+    assert terminal.say("/retry")[1] == "chat: nothing was said yet"
+    assert terminal.say("/continue")[1].startswith("chat: the last answer was not cut")
+
+
+def test_system_message_is_shown_set_and_removed(terminal):
+    assert terminal.say("/system")[1] == "(no system message)"
+    plain = new(terminal.say("hi")) + reused(terminal.say("/retry"))
+    terminal.say("/system BE")
+    assert terminal.say("/system")[1] == "BE"
+    lines = terminal.say("/retry")
+    assert new(lines) + reused(lines) > plain - 5
+    terminal.say("/system none")
+    assert terminal.say("/system")[1] == "(no system message)"
+
+
+def test_options_are_shown_set_and_refused(terminal):
+    assert terminal.say("/set temp 0") == ["> /set temp 0"]
+    assert terminal.say("/set max_tokens 3") == ["> /set max_tokens 3"]
+    terminal.say("/set stop never mind")
+    shown = "\n".join(terminal.say("/show"))
+    assert re.search(r"^max-tokens +3 .*^temp +0.0 .*^stop +\('never mind',\) .*^on-full +stop ", shown, re.M | re.S)
+    assert "Hé" in terminal.say("hi")
+    for name in ("temp", "max-tokens", "stop"):
+        terminal.say(f"/set {name} default")
+    assert ANSWER in terminal.say("hi")
+    assert terminal.say("/set temp hot")[1] == "chat: temp takes a number, not hot"
+    assert terminal.say("/set top-k 1.5")[1] == "chat: top-k takes a whole number, not 1.5"
+    assert terminal.say("/set temp -1")[1].startswith("chat: temperature is -1")
+    assert terminal.say("/set warmth 3")[1].startswith("chat: /set takes max-tokens, temp")
+    assert terminal.say("/set on-full maybe")[1].startswith("chat: /set takes")
+
+
+def test_cache_and_tokens_explain_what_is_held(terminal):
+    terminal.say("hi")
+    terminal.say("and?")
+    lines = terminal.say("/cache")
+    assert lines[1] == "cache contiguous: 68 of 512 tokens"
+    assert re.fullmatch(r"█{8}░{56}", lines[2])
+    assert re.match(r"0.1 of 1.0 MiB used, 0.9 reserved and free; [\d.]+ [GM]iB more on the device", lines[3])
+    assert lines[4] == "2,080 bytes a token, 2,080 in each of 1 layers"
+    assert re.match(r"reused so far: \d+ tokens that were not computed again, which saved \d+\.\d s", lines[5])
+    assert re.match(r"turn +1  you +2  answer +11  █+", lines[6])
+    assert re.match(r"turn +2  you +4  answer +11  █+", lines[7])
+    assert lines[8] == "system message and chat template    40"
+    lines = terminal.say("/tokens")
+    assert lines[1] == "message, 25 tokens:"
+    assert lines[2].startswith('<|im_end|> 2  "Ċ" ') or lines[2].startswith('<|im_end|> 2  "\\n" ')
+    assert lines[-2] == "answer, 11 tokens:"
+    assert lines[-1].startswith('"H" ') and r'"\\xc3"' in lines[-1]
+
+
+def test_continue_goes_on_with_a_cut_answer(endless, tmp_path):
+    terminal = Terminal(tmp_path, "--model", endless, "-n", 7, "--stats", "summary")
+    assert "abababa" in terminal.say("hi")
+    lines = terminal.say("/continue")
+    assert "bababab" in lines
+    assert new(lines) == 1
+    terminal.say("more")
+    terminal.say("/undo")
+    assert terminal.say("/history")[1:] == ["> hi", "abababa" + "bababab"]
+    terminal.say("/set max-tokens default")
+    terminal.screen.reset()
+    terminal.type("go\r")
+    terminal.see("ababab")
+    terminal.type("\x03")
+    terminal.see("| interrupt |")
+    terminal.ready()
+    terminal.say("/set max-tokens 2")
+    assert new(terminal.say("/continue")) == 1
+
+
+def test_transcript_is_exported_and_no_file_replaced(terminal, tmp_path):
+    terminal.say("hi")
+    path = tmp_path / "chat.md"
+    assert terminal.say(f"/export {path}")[1].startswith("chat: written to")
+    assert path.read_text() == f"## You\n\nhi\n\n## Model\n\n{ANSWER}\n"
+    assert "File exists" in "".join(terminal.say(f"/export {path}"))
+    assert terminal.say("/export")[1].startswith("chat: /export takes")
+
+
+def test_another_model_goes_on_and_one_that_fails_leaves_the_old(terminal, successor, endless):
+    terminal.say("hi")
+    assert "no such model folder" in "".join(terminal.say("/model /nowhere/at/all"))
+    assert terminal.say("/model")[1].startswith("chat: /model takes")
+    assert ANSWER in terminal.say("and?")
+    terminal.say("/set max-tokens 4")
+    terminal.say(f"/model {endless}")
+    lines = terminal.say("/retry")
+    assert "abab" in lines and reused(lines) == 0
+    assert terminal.say("/history")[1:] == ["> hi", ANSWER, "> and?", "abab"]
+    terminal.say("/set max-tokens default")
+    terminal.say(f"/model {successor}")
+
+
+# ---- the context
+
+
+def test_nearly_full_is_said_before_and_the_oldest_turns_are_dropped_when_asked(successor, tmp_path):
+    options = ("--model", successor, "-c", 120, "--stats", "off", "--system", "S")
+    terminal = Terminal(tmp_path, *options)
+    terminal.say("hi")
+    terminal.say("hi")
+    assert not any("nearly full" in line for line in terminal.screen.shown)
+    assert "nearly full, 9 of 120 tokens are left" in "".join(terminal.say("hi"))
+    terminal.see("NEARLY FULL │ 111/120 tokens, 9 left")
+    assert re.search(
+        r"the prompt has \d+ tokens and the context holds 120; .*/set on-full drop", " ".join(terminal.say("hi"))
+    )
+    assert len(terminal.say("/history")) == 7
+    terminal.say("/set on-full drop")
+    lines = terminal.say("last")
+    assert "the context of 120 tokens is full: the 2 oldest turns are dropped, and the system message stays" in "".join(
+        lines
+    )
+    assert ANSWER in lines
+    assert terminal.say("/history")[1:] == ["> hi", ANSWER, "> last", ANSWER]
+
+
+# ---- how it begins and ends
+
+
+def test_prompt_is_answered_and_the_conversation_goes_on(successor, tmp_path):
+    terminal = Terminal(tmp_path, "--model", successor, "--stats", "off", "-p", "hi", "--interactive")
+    assert ANSWER in terminal.screen.shown
+    terminal.say("and?")
+    assert terminal.say("/history")[1:] == ["> hi", ANSWER, "> and?", ANSWER]
+
+
+@pytest.mark.parametrize("ending, code", [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_signals_end_with_their_code_and_lose_nothing(endless, tmp_path, ending, code):
+    terminal = Terminal(tmp_path, "--model", endless, "-c", "50000", "--stats", "off")
+    terminal.type("hi\r")
+    terminal.see("ababab")
+    terminal.child.kill(ending)
+    assert terminal.end() == code
+    assert b"Traceback" not in terminal.received
+    terminal = Terminal(tmp_path, "--model", endless, "-c", "50000", "--stats", "off", "--load", "last")
+    lines = terminal.say("/history")
+    assert lines[1] == "> hi" and lines[2].startswith("ababab")
+    terminal.child.kill(ending)
+    assert terminal.end() == code
+    assert b"Traceback" not in terminal.received
+
+
+def test_ctrl_c_at_an_empty_prompt_says_how_to_leave(terminal):
+    terminal.screen.reset()
+    terminal.type("\x03")
+    terminal.see("chat: Ctrl-D or /quit leaves")
+    terminal.ready()
