@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 
@@ -75,7 +74,8 @@ def tokens_report(tokenizer, ids: list[int]) -> str:
     lines, column, width = [[]], 0, columns_of(sys.stdout)
     for n, token in enumerate(ids):
         piece = tokenizer.piece(token).decode("utf-8", "backslashreplace")
-        name = json.dumps(piece, ensure_ascii=False).translate(CONTROL) if piece else tokenizer.control_name(token)
+        quoted = f'"{piece}"'.replace("\n", r"\n").replace("\t", r"\t").translate(CONTROL)
+        name = quoted if piece else tokenizer.control_name(token)
         column += get_cwidth(f"{name} {token}  ")
         if column > width:
             lines.append([])

@@ -394,6 +394,5 @@ def show(session, steps, output) -> None:
         for step in steps:
             output.step(session, step)
     finally:
-        session.on_pass = None
         output.stop()
     output.done(session)

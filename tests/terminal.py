@@ -60,22 +60,28 @@ class Xterm(pyte.Screen):
         self._forget_wrap()
         super().save_cursor()
 
+    def select_graphic_rendition(self, *attributes: int, **options) -> None:
+        """pyte knows no dim text: it becomes grey."""
+        super().select_graphic_rendition(*(90 if each == 2 else each for each in attributes), **options)
+
     @property
     def shown(self) -> list[str]:
         return [line.rstrip() for line in self.display]
 
 
 class Terminal:
-    """chat.py in a terminal: what a person sees and types."""
+    """chat.py in a terminal, or a shell's command line: what a person sees and types."""
 
-    def __init__(self, state: Path, *argv, columns: int = 160, rows: int = 50, term: str = "xterm-256color"):
+    def __init__(
+        self, state: Path, *argv, columns: int = 160, rows: int = 50, term: str = "xterm-256color", command: str = ""
+    ):
         self.screen = Xterm(columns, rows)
         self.stream = pyte.ByteStream(self.screen)
         self.screen.write_process_input = self.type  # the terminal answers where its cursor is
         self.received = b""
         self.child = pexpect.spawn(
-            sys.executable,
-            [str(CHAT), *map(str, argv)],
+            "bash" if command else sys.executable,
+            ["-c", command] if command else [str(CHAT), *map(str, argv)],
             dimensions=(rows, columns),
             env=environment(TERM=term, XDG_STATE_HOME=str(state), PYTHONIOENCODING="utf-8"),
         )

@@ -6,11 +6,14 @@ import re
 import shutil
 import signal
 import stat
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
-from terminal import ANSWER, STEPS, SUMMARY, Terminal
+from conftest import says, successor_folder
+from terminal import ANSWER, CHAT, STEPS, SUMMARY, Terminal, environment
 
 import repl
 
@@ -380,9 +383,9 @@ def test_cache_and_tokens_explain_what_is_held(terminal):
     assert lines[8] == "system message and chat template    40"
     lines = terminal.say("/tokens")
     assert lines[1] == "message, 25 tokens:"
-    assert lines[2].startswith('<|im_end|> 2  "Ċ" ') or lines[2].startswith('<|im_end|> 2  "\\n" ')
+    assert lines[2].startswith(r'<|im_end|> 2  "\n" ')
     assert lines[-2] == "answer, 11 tokens:"
-    assert lines[-1].startswith('"H" ') and r'"\\xc3"' in lines[-1]
+    assert lines[-1].startswith('"H" ') and r'"\xc3"' in lines[-1]
 
 
 def test_continue_goes_on_with_a_cut_answer(endless, tmp_path):
@@ -483,3 +486,164 @@ def test_ctrl_c_at_an_empty_prompt_says_how_to_leave(terminal):
     terminal.type("\x03")
     terminal.see("chat: Ctrl-D or /quit leaves")
     terminal.ready()
+
+
+# ---- sessions on disk
+
+
+def test_session_is_kept_and_goes_on_in_another_process_without_a_prefill(successor, tmp_path):
+    terminal = Terminal(tmp_path, "--model", successor, "--system", "S")
+    terminal.say("hi")
+    held = sum(map(int, SUMMARY.search("".join(terminal.say("and?"))).groups()[:3]))
+    assert terminal.say("/save it")[1].startswith("chat: kept, ")
+    assert "did you mean it?" in terminal.say("/load its")[1]
+    assert "is made of letters" in " ".join(terminal.say("/save ../it"))
+    assert "is kept by itself" in terminal.say("/save last")[1]
+    terminal.say("third")
+    terminal.child.kill(signal.SIGKILL)
+    folder = tmp_path / "kv-chat" / "sessions"
+    assert stat.S_IMODE((folder / "it.safetensors").stat().st_mode) == 0o600
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+    terminal = Terminal(tmp_path, "--model", successor, "--load", "last")
+    assert terminal.say("/history")[-2:] == ["> third", ANSWER]
+    terminal.say("/load it")
+    assert terminal.say("/system")[1] == "S"
+    assert reused(terminal.say("third")) == held
+    assert [line.split()[-1] for line in terminal.say("/sessions")[1:]] == ["it", "last"]
+    assert terminal.say("/delete it")[1] == "chat: it is deleted"
+    assert "no session it;" in terminal.say("/load it")[1]
+    (folder / "last.safetensors").write_bytes(b"not one")
+    assert "damaged" in "".join(terminal.say("/load last"))
+    assert terminal.say("/history")[-2:] == ["> third", ANSWER]
+
+
+def test_session_of_another_model_names_the_part_and_goes_on_from_its_text(successor, endless, tmp_path):
+    terminal = Terminal(tmp_path, "--model", successor)
+    terminal.say("hi")
+    terminal.say("/save it")
+    terminal.say(f"/model {endless}")
+    terminal.say("/clear")
+    for answer, said in (("n", ["> /history"]), ("y", ["> /history", "> hi", ANSWER])):
+        terminal.screen.reset()
+        terminal.type("/load it\r")
+        terminal.see("Compute it again from the text? [y/N]")
+        assert "its weights" in " ".join(terminal.screen.shown)
+        terminal.type(f"{answer}\r")
+        terminal.until(lambda: terminal.screen.shown[terminal.screen.cursor.y] == ">")
+        assert terminal.say("/history") == said
+    terminal.say("/set max-tokens 2")
+    assert reused(terminal.say("more")) == 0
+
+
+def test_branches_share_their_past_in_pages_and_nowhere_else(successor, terminal, tmp_path):
+    assert "paged" in " ".join(terminal.say("/fork")) or "pages" in terminal.screen.shown[1]
+    terminal = Terminal(tmp_path, "--model", successor, "--cache", "paged", "--stats", "summary")
+    terminal.say("hi")
+    terminal.say("more of it")
+    assert terminal.say("/fork other")[1].startswith("chat: this is branch other; /switch main")
+    assert reused(terminal.say("one")) > 40
+    assert "there is a branch main" in terminal.say("/fork main")[1]
+    terminal.see("branch other")
+    assert "■" in "".join(terminal.say("/cache")) and "▣" in "".join(terminal.screen.shown)
+    assert terminal.say("/switch main")[1] == "chat: this is branch main, 2 turns"
+    assert reused(terminal.say("two")) > 40
+    assert [line.split()[:4] for line in terminal.say("/branches")[1:]] == [
+        ["*", "main", "3", "turns,"],
+        ["other", "3", "turns,", terminal.screen.shown[2].split()[3]],
+    ]
+    assert terminal.say("/switch nowhere")[1] == "chat: no branch nowhere; there are main, other"
+
+
+# ---- reading
+
+
+def test_readme_lists_the_commands_as_the_table_does():
+    readme = (Path(repl.__file__).parent / "README.md").read_text()
+    rows = [(f"{name} {each.arguments}".strip().replace("|", r"\|"), each.help) for name, each in repl.COMMANDS.items()]
+    assert "\n".join(f"| `/{usage}` | {text} |" for usage, text in rows) in readme
+
+
+def test_markdown_is_rendered_when_the_answer_is_finished(tmp_path):
+    folder = successor_folder(tmp_path / "model", says("# T\x1b[2J*`x") | {})
+    terminal = Terminal(tmp_path, "--model", folder, "--markdown", "--stats", "live")
+    lines = terminal.say("hi")
+    assert any("T" in line and "#" not in line for line in lines[1:])
+    assert b"\x1b[2J" not in terminal.received.partition(b"> ")[2] or r"\x1b[2J" in "".join(lines)
+
+
+def test_control_codes_are_shown_by_every_command_and_not_obeyed(tmp_path):
+    folder = successor_folder(tmp_path / "model", says("\x1b[2J\x07 \x9b1m"))
+    terminal = Terminal(tmp_path, "--model", folder, "--stats", "off")
+    shown = r"\x1b[2J\x07 \x9b1m"
+    assert terminal.say("hi")[1] == shown
+    assert terminal.say("/history")[2] == shown
+    assert r'"\x1b" 218  "["' in "".join(terminal.say("/tokens"))
+
+
+def test_bytes_that_are_no_text_are_answered_kept_and_shown(successor, tmp_path):
+    terminal = Terminal(tmp_path, "--model", successor, "--stats", "off")
+    terminal.screen.reset()
+    terminal.child.send(b"caf\xe9 \xff\r")
+    terminal.see(ANSWER)
+    terminal.ready()
+    assert terminal.say("/history")[2] == ANSWER
+    terminal.say("/save it")
+    terminal.say("/load it")
+    assert terminal.say("and?")[1] == ANSWER
+
+
+def test_empty_lines_say_nothing_and_no_colour_is_no_colour(successor, tmp_path, monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
+    terminal = Terminal(tmp_path, "--model", successor, "--stats", "summary")
+    assert terminal.say("") == [">"]
+    assert terminal.say("   ") == [">"]
+    assert terminal.say("hi")[1] == ANSWER
+    terminal.say("/tokens")
+    assert not re.search(rb"\x1b\[(?:\d+;)*[349]\d(?:;\d+)*m", terminal.received)
+
+
+def test_wide_text_and_a_window_that_changes(tmp_path):
+    text = "漢字🙂"
+    folder = successor_folder(tmp_path / "model", says("x"))
+    for columns in (200, 24):
+        terminal = Terminal(tmp_path, "--model", folder, "--stats", "live", columns=columns, rows=24)
+        message = text * 40
+        terminal.type(message + "\r")
+        terminal.see("| eos |") if columns == 200 else terminal.see("eos")
+        terminal.ready()
+        terminal.child.setwinsize(24, 60)
+        terminal.screen.resize(24, 60)
+        assert "x" in terminal.say("hi")
+        assert message in "".join(terminal.say("/history")[1:])
+
+
+@pytest.mark.parametrize("option, out", [("--stats off", ANSWER), ("--json", "{")])
+def test_pipe_that_closes_early_ends_quietly(successor, option, out):
+    command = f"{sys.executable} {CHAT} --model {successor} {option} -p hi </dev/null"
+    line = f"{command} | head -1; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, env=environment(), timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(out)
+
+
+def test_pipe_is_answered_and_the_terminal_goes_on(successor, tmp_path):
+    piped = f"echo notes | {sys.executable} {CHAT} --model {successor} --stats off -p sum --interactive"
+    terminal = Terminal(tmp_path, command=piped)
+    assert terminal.say("/history")[1:] == ["> notes", "", "sum", ANSWER]
+
+
+def test_long_prompt_shows_its_progress_and_ctrl_c_ends_it_within_a_pass(default_model, tmp_path):
+    (tmp_path / "long.txt").write_text("One word after another. " * 500)
+    terminal = Terminal(tmp_path, "--model", default_model, "--stats", "live")
+    terminal.say(f"/file {tmp_path}/long.txt")
+    terminal.type("Summarise:\r")
+    progress = re.compile(r"\[prompt \d+/\d{4} tokens \| \d+ tok/s \| \d+ s left\]")
+    terminal.until(lambda: progress.search("".join(terminal.screen.shown)))
+    start = time.monotonic()
+    terminal.type("\x03")
+    terminal.see("| interrupt |")
+    terminal.ready()
+    assert time.monotonic() - start < 5  # a pass is under a second on a machine that is not busy
+    assert not any(line.startswith("[prompt") and "left]" in line for line in terminal.screen.shown)
+    assert terminal.say("/history") == ["> /history"]  # nothing was answered
