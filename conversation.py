@@ -207,6 +207,10 @@ class Conversation:
         counts = [len(self.session.tokenizer.encode(message["content"])) for message in self.messages]
         return list(zip(counts[::2], counts[1::2], strict=True))
 
+    def length(self) -> int:
+        """Tokens of all that was said, with what the template puts around it."""
+        return len(self.ids(self.messages[:-1], self.messages[-1]["content"])) if self.messages else 0
+
     def last_turn(self) -> tuple[list[int], list[int]]:
         """The ids of the last turn: those of its message, with the template's around them, and those of its answer."""
         tokens, end = self.session.tokens, len(self.ids(self.messages[:-1]))

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from show import CONTROL, coloured, columns_of, of, short
 
 
-def cache_report(session, turns: list[tuple[int, int]], reused: int, saved: float) -> Iterator[str]:
-    """Lines that explain the cache: ``turns`` are the tokens of each message and its answer; ``reused`` is how many
-    tokens were not computed again so far, and ``saved`` the seconds that took."""
+def cache_report(session, turns: list[tuple[int, int]], whole: int, reused: int, saved: float) -> Iterator[str]:
+    """Lines that explain the cache: ``turns`` are the tokens of each message and its answer, ``whole`` those of the
+    conversation with all that the template adds; ``reused`` tokens were not computed again so far, which saved
+    ``saved`` seconds."""
     from cache import free_memory
 
     cache, config = session.cache, session.model.config
@@ -34,23 +35,23 @@ def cache_report(session, turns: list[tuple[int, int]], reused: int, saved: floa
             f"one for each (MHA) would take {mha:,} bytes a token, {short(mha * cache.capacity)} for this context"
         )
     yield f"reused so far: {reused:,} tokens that were not computed again, which saved {saved:.1f} s"
-    yield from _by_turn(turns, cache.length, full, width)
+    yield from _by_turn(turns, full, width - 40)
+    yield f"system message and chat template {whole - sum(map(sum, turns)):>5}"
+    if len(session.tokens) > whole:
+        yield f"taken back, and held until the next turn {len(session.tokens) - whole}"
     if hasattr(cache, "block_table"):
         yield from _page_map(cache, width)
 
 
-def _by_turn(turns: list[tuple[int, int]], held: int, full: str, width: int) -> Iterator[str]:
-    """The last ten turns a line each, those before in one, and what the chat template puts around them."""
+def _by_turn(turns: list[tuple[int, int]], full: str, width: int) -> Iterator[str]:
+    """The last ten turns a line each, and those before in one."""
     rows = [(str(n), you, answer) for n, (you, answer) in enumerate(turns, 1)]
     early, rows = rows[:-10], rows[-10:]
     if early:
         rows.insert(0, (f"1-{len(early)}", sum(row[1] for row in early), sum(row[2] for row in early)))
     most = max((you + answer for _, you, answer in rows), default=1)
     for label, you, answer in rows:
-        yield f"turn {label:>5}  you {you:>5}  answer {answer:>5}  {full * round((you + answer) * (width - 40) / most)}"
-    around = held - sum(you + answer for _, you, answer in rows)
-    if rows and around > 0:
-        yield f"system message and chat template {around:>5}"
+        yield f"turn {label:>5}  you {you:>5}  answer {answer:>5}  {full * round((you + answer) * width / most)}"
 
 
 def _page_map(cache, width: int) -> Iterator[str]:

@@ -250,7 +250,8 @@ class Repl:
 
     def cache(self, argument: str) -> None:
         conversation = self.conversation
-        report = cache_report(conversation.session, conversation.by_turn(), conversation.reused, conversation.saved_s)
+        turns, whole = conversation.by_turn(), conversation.length()
+        report = cache_report(conversation.session, turns, whole, conversation.reused, conversation.saved_s)
         print("\n".join(filled(line, sys.stdout) for line in report))
 
     # ---- commands: files

@@ -381,6 +381,9 @@ def test_cache_and_tokens_explain_what_is_held(terminal):
     assert re.match(r"turn +1  you +2  answer +11  █+", lines[6])
     assert re.match(r"turn +2  you +4  answer +11  █+", lines[7])
     assert lines[8] == "system message and chat template    40"
+    terminal.say("/undo")
+    assert terminal.say("/cache")[-1] == "taken back, and held until the next turn 36"
+    terminal.say("and?")
     lines = terminal.say("/tokens")
     assert lines[1] == "message, 25 tokens:"
     assert lines[2].startswith(r'<|im_end|> 2  "\n" ')
