@@ -10,112 +10,30 @@ With ``num_key_value_heads`` smaller than ``num_attention_heads`` (GQA, MQA) tha
 each K/V head is stored once and read by its whole group of query heads; it is never repeated in memory.
 
 Keys are stored after their rotation by position. So a prefix that is cut off leaves the rest right, and nothing can be
-taken out of the middle: the keys behind it would stand at the wrong places.
+taken out of the middle without turning the keys behind it (``SinkCache`` does that).
 
-Every kind stands behind one door: ``extend`` makes room for the tokens of a pass, ``attend`` stores their k and v and
-returns what attention reads. Shapes: ``T`` tokens of the pass, ``S`` tokens held, ``Hq``, ``Hkv`` heads, ``D``
-head_dim.
+What every kind promises is in seam.py; here are the kinds for one conversation, and ``make`` for all of them. Shapes:
+``T`` tokens of the pass, ``S`` tokens held, ``Hq``, ``Hkv`` heads, ``D`` head_dim.
 """
 
 from __future__ import annotations
 
+import math
+import mmap
 import os
-from abc import ABC, abstractmethod
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
+from paged import PagedCache
+from quantized import Int4Cache, Int8Cache
+from seam import CacheFull, KVCache, attention
 
-class CacheFull(Exception):
-    """The tokens do not fit; nothing was changed. The text is one line with both numbers."""
-
-
-def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    """softmax(q kᵀ / √D) v, each K/V head serving its group of Hq / Hkv query heads (arXiv 1706.03762, 2305.13245).
-
-    q [T, Hq, D]; k, v [Hkv, S, D] -> [T, Hq, D]. ``mask`` [T, S] bool is True where a query may look; without one, a
-    single query looks at everything and T == S queries each at what came before them and at themselves.
-    """
-    (tokens, _, dim), (kv_heads, slots, _) = q.shape, k.shape
-    if tokens == 1:
-        # The heads of a group become the rows of one query, so that K and V are read once for the whole group.
-        return scaled_dot_product_attention(q.view(1, kv_heads, -1, dim), k[None], v[None]).reshape(q.shape)
-    q = q.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
-    # A view with stride 0: the heads of a group look at the same K and V, which are not copied for each.
-    k, v = (x[:, None].expand(-1, q.shape[1], slots, dim) for x in (k, v))
-    y = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
-    return y.permute(2, 0, 1, 3).flatten(1, 2)
-
-
-class KVCache(ABC):
-    """What every kind of cache promises to the model and to the session.
-
-    ``length`` tokens are held of at most ``capacity``; ``positions`` [T] int64, on the device, are those of the pass
-    under way.
-    """
-
-    kind: str
-
-    def __init__(self, config, capacity: int, device: str | torch.device, dtype: torch.dtype):
-        self.config, self.capacity, self.device, self.dtype = config, capacity, torch.device(device), dtype
-        self.length = 0
-        self.positions = torch.empty(0, dtype=torch.int64, device=self.device)
-        self.masks: dict[int | None, Tensor | None] = dict.fromkeys(config.windows)  # of the pass, for each window
-
-    @classmethod
-    def bytes_for(cls, config, tokens: int, dtype: torch.dtype) -> int:
-        """Exact bytes of K and V of ``tokens`` tokens in all layers."""
-        return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * dtype.itemsize * tokens
-
-    @property
-    def bytes_per_token(self) -> int:
-        return self.bytes_for(self.config, 1, self.dtype)
-
-    @property
-    def bytes_used(self) -> int:
-        return self.bytes_for(self.config, self.length, self.dtype)
-
-    @property
-    def bytes_reserved(self) -> int:
-        return self.bytes_for(self.config, self.capacity, self.dtype)
-
-    def missing(self, tokens: list[int], limit: int) -> list[int]:
-        """The part of a sequence that the next pass must bring: what is not held yet, at most ``limit`` tokens of
-        it."""
-        return tokens[self.length : self.length + limit]
-
-    def extend(self, n: int) -> None:
-        """Make room for the ``n`` tokens of a pass: their positions, and what each may look at. Runs before the model.
-
-        Raises CacheFull, nothing changed, when they do not fit.
-        """
-        start, end = self.length, self.length + n
-        if end > self.capacity:
-            raise CacheFull(f"{end} tokens do not fit the {self.capacity} that the cache holds")
-        self.positions = torch.arange(start, end, device=self.device)
-        self.masks = {window: self._mask(start, end, window) for window in self.masks}
-        self.length = end
-
-    def _mask(self, start: int, end: int, window: int | None) -> Tensor | None:
-        """[T, S] bool, which slots each query may look at, or None where the kernel needs no telling."""
-        if end - start == 1:
-            return None  # one query may see all that it is given
-        if start == 0 and (window is None or window >= end):
-            return None  # a pass from the first position on is causal, which the kernel does by itself
-        slots, positions = torch.arange(end, device=self.device), self.positions[:, None]
-        mask = slots <= positions
-        return mask if window is None else mask & (slots > positions - window)
-
-    @abstractmethod
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Store k and v [T, Hkv, D] of the pass, and attend with q [T, Hq, D] over all that is held -> [T, Hq, D]."""
-
-    def truncate(self, length: int) -> None:
-        """Forget the tokens from ``length`` on. Raises ValueError when it is negative or more than is held."""
-        if not 0 <= length <= self.length:
-            raise ValueError(f"cannot cut a cache of {self.length} tokens to {length}")
-        self.length = length
+# ---- one conversation
 
 
 class NoCache(KVCache):
@@ -128,6 +46,9 @@ class NoCache(KVCache):
     def bytes_for(cls, config, tokens: int, dtype: torch.dtype) -> int:
         return 0
 
+    def held_at(self, length: int) -> int:
+        return 0
+
     def missing(self, tokens: list[int], limit: int) -> list[int]:
         """All of it, in one pass: there is nothing held that a second pass could build on."""
         return tokens
@@ -137,7 +58,20 @@ class NoCache(KVCache):
         self.length = 0  # nothing is kept, so the next pass must bring everything again
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attention(q, k.transpose(0, 1), v.transpose(0, 1), self.masks[self.config.windows[layer]])
+        k, v = k.to(self.dtype).transpose(0, 1), v.to(self.dtype).transpose(0, 1)
+        return attention(q.to(self.dtype), self._pieces(layer, 0, k, v))
+
+    def _store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        pass
+
+    def _read(self, layer: int, first: int, last: int) -> Iterable[tuple[Tensor, Tensor]]:
+        return ()
+
+    def state(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(())
+
+    def restore(self, counts: dict[str, int], read: Callable[[str], Tensor]) -> None:
+        pass
 
 
 class ContiguousCache(KVCache):
@@ -153,35 +87,307 @@ class ContiguousCache(KVCache):
 
     def __init__(self, config, capacity: int, device: str | torch.device, dtype: torch.dtype):
         super().__init__(config, capacity, device, dtype)
-        shape = (config.num_hidden_layers, 2, config.num_key_value_heads, capacity, config.head_dim)
-        self.keys_values = torch.empty(shape, dtype=dtype, device=device)
+        self.keys_values = self._memory(
+            (config.num_hidden_layers, 2, config.num_key_value_heads, capacity, config.head_dim)
+        )
+
+    def _memory(self, shape: tuple[int, ...]) -> Tensor:
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    def _store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        end = self._span[1]
+        keys, values = self.keys_values[layer, :, :, end - k.shape[1] : end]
+        keys.copy_(k)
+        values.copy_(v)
+
+    def _read(self, layer: int, first: int, last: int) -> Iterable[tuple[Tensor, Tensor]]:
+        return (self.keys_values[layer, :, :, first:last],)
+
+
+class WindowCache(KVCache):
+    """Of layers with a sliding window (Mistral, arXiv 2310.06825, §2), keeps the window and no more: a ring, in which
+    token p stands in slot p mod ring. Layers without a window keep all.
+
+    The ring has ``SLACK`` slots more than the window, so that so many tokens can be taken back; a deeper cut finds
+    overwritten what it needs, and the conversation is computed anew.
+    """
+
+    kind = "window"
+    SLACK = 256
+
+    def __init__(self, config, capacity: int, device: str | torch.device, dtype: torch.dtype):
+        super().__init__(config, capacity, device, dtype)
+        self._newest = 0  # tokens ever written since the last cut to nothing
+        shape = 2, config.num_key_value_heads
+        self.rings = [
+            torch.empty((*shape, self._slots(config, layer, capacity), config.head_dim), dtype=dtype, device=device)
+            for layer in range(config.num_hidden_layers)
+        ]
+
+    @classmethod
+    def _slots(cls, config, layer: int, tokens: int) -> int:
+        window = config.windows[layer]
+        return tokens if window is None else min(tokens, window + cls.SLACK)
+
+    @classmethod
+    def bytes_for(cls, config, tokens: int, dtype: torch.dtype) -> int:
+        slots = sum(cls._slots(config, layer, tokens) for layer in range(config.num_hidden_layers))
+        return 2 * config.num_key_value_heads * config.head_dim * dtype.itemsize * slots
+
+    def extend(self, n: int) -> None:
+        super().extend(n)
+        self._newest = max(self._newest, self.length)
+
+    def _store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        ring, end = self.rings[layer], self._span[1]
+        slots = ring.shape[2]
+        k, v = k[:, -slots:], v[:, -slots:]
+        for old, new, slot in self._arcs(slots, end - k.shape[1], end):
+            ring[0, :, slot].copy_(k[:, old:new])
+            ring[1, :, slot].copy_(v[:, old:new])
+
+    def _read(self, layer: int, first: int, last: int) -> Iterable[tuple[Tensor, Tensor]]:
+        ring = self.rings[layer]
+        return [tuple(ring[:, :, slot]) for _, _, slot in self._arcs(ring.shape[2], first, last)]
+
+    @staticmethod
+    def _arcs(slots: int, first: int, last: int) -> list[tuple[int, int, slice]]:
+        """Tokens first to last as at most two stretches of a ring: begin and end counted from first, and the slots."""
+        turn = min(last, (first // slots + 1) * slots)  # the first token behind the ring's end
+        ends = [(first, turn), (turn, last)] if turn < last else [(first, last)]
+        return [(a - first, b - first, slice(a % slots, a % slots + b - a)) for a, b in ends]
+
+    def truncate(self, length: int) -> None:
+        super().truncate(length)
+        self._newest = self._newest if length else 0
+
+    def reusable(self, length: int) -> int:
+        length = super().reusable(length)
+        for window, ring in zip(self.config.windows, self.rings, strict=True):
+            if window is not None and max(0, length + 1 - window) < self._newest - ring.shape[2]:
+                return 0  # what the next token would see was overwritten
+        return length
+
+    def counts(self) -> dict[str, int]:
+        return {"length": self.length, "newest": self._newest}
+
+    def state(self) -> Iterator[tuple[str, Tensor]]:
+        for layer, ring in enumerate(self.rings):
+            arcs = self._arcs(ring.shape[2], max(0, self._newest - ring.shape[2]), self.length)
+            yield f"layers.{layer}", torch.cat([ring[:, :, slot] for _, _, slot in arcs], 2)
+
+    def restore(self, counts: dict[str, int], read: Callable[[str], Tensor]) -> None:
+        super().restore(counts, read)
+        self._newest = counts["newest"]
+
+
+class SinkCache(ContiguousCache):
+    """For chats without end: keeps the first tokens, which attention leans on as sinks, and the recent ones; when it
+    is full, it forgets an eighth from the middle (StreamingLLM, arXiv 2309.17453).
+
+    As in the paper (§3.2), positions are those within the cache, so that they never exceed what the model was made
+    for. Keys lie here turned by their position, so those behind the gap are turned back by its length. What the
+    forgotten tokens gave to later ones stays in those.
+    """
+
+    kind = "sinks"
+
+    def __init__(self, config, capacity: int, device: str | torch.device, dtype: torch.dtype, sinks: int = 4):
+        super().__init__(config, capacity, device, dtype)
+        if not 0 <= sinks <= capacity // 2:
+            raise CacheFull(f"{sinks} sinks do not leave half of the {capacity} tokens that the cache holds")
+        self.sinks = sinks
+
+    @property
+    def longest(self) -> int:
+        return 2**31
+
+    def held_at(self, length: int) -> int:
+        return min(length - self.forgotten, self.capacity)
+
+    def bytes_at(self, length: int) -> int:
+        return super().bytes_at(self.held_at(length))
+
+    def missing(self, tokens: list[int], limit: int) -> list[int]:
+        """At most an eighth at a time, so that every token finds nearly the whole recent past."""
+        return super().missing(tokens, min(limit, self._eighth))
+
+    @property
+    def _eighth(self) -> int:
+        return max(1, (self.capacity - self.sinks) // 8)
+
+    def extend(self, n: int) -> None:
+        over = self.held + n - self.capacity
+        if 0 < over <= self.held - self.sinks:
+            self._forget(min(max(over, self._eighth), self.held - self.sinks))
+        super().extend(n)
+
+    def _forget(self, count: int) -> None:
+        length, first, last = self.length, self.sinks + count, self.held
+        forgotten, self.forgotten, self.length = self.forgotten + count, 0, self.sinks  # whole if it breaks off here
+        for layer, keys_values in enumerate(self.keys_values):
+            recent = keys_values[:, :, first:last].clone()
+            if self.config.rotary[layer]:
+                recent[0] = self.config.turn(recent[0], -count)
+            keys_values[:, :, self.sinks : last - count] = recent
+        self.forgotten, self.length = forgotten, length
+
+    def truncate(self, length: int) -> None:
+        super().truncate(length)
+        if length <= self.sinks:
+            self.forgotten = 0
+
+    def reusable(self, length: int) -> int:
+        length = super().reusable(length)
+        return length if not self.forgotten or length > self.sinks + self.forgotten else min(length, self.sinks)
+
+    @property
+    def layout(self) -> str:
+        return f"sinks {self.sinks}"
+
+    def counts(self) -> dict[str, int]:
+        return {"length": self.length, "forgotten": self.forgotten}
+
+    def restore(self, counts: dict[str, int], read: Callable[[str], Tensor]) -> None:
+        super().restore({"length": counts["length"] - counts["forgotten"]}, read)
+        self.forgotten, self.length = counts["forgotten"], counts["length"]
+
+
+# ---- larger than the device
+
+
+class OffloadCache(ContiguousCache):
+    """All of K and V in the host's memory, or in a file in ``folder``: a context larger than the device, or than the
+    memory. On a CPU, layers are attended where they lie, and those of a file leave memory again when they were."""
+
+    kind = "offload"
+
+    def __init__(
+        self, config, capacity: int, device: str | torch.device, dtype: torch.dtype, folder: Path | None = None
+    ):
+        self.folder, self._map = folder, None
+        super().__init__(config, capacity, device, dtype)
+
+    def _memory(self, shape: tuple[int, ...]) -> Tensor:
+        if self.folder is None:
+            return torch.empty(shape, dtype=self.dtype, pin_memory=self.device.type == "cuda")
+        size = math.prod(shape) * self.dtype.itemsize
+        try:
+            with tempfile.TemporaryFile(dir=self.folder) as file:  # it has no name, so that nothing is left of it
+                if hasattr(os, "posix_fallocate"):
+                    os.posix_fallocate(file.fileno(), 0, size)  # a full disk shows here, and not as a crash later
+                else:
+                    os.ftruncate(file.fileno(), size)
+                self._map = mmap.mmap(file.fileno(), size)
+        except OSError as error:
+            raise CacheFull(f"{self.folder}: no room for {size:,} bytes of cache ({error.strerror})") from None
+        return torch.frombuffer(self._map, dtype=self.dtype).view(shape)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        # `extend` has counted the pass already: its tokens are the last ones of `length`.
-        keys, values = self.keys_values[layer, :, :, : self.length]
-        keys[:, -len(k) :], values[:, -len(v) :] = k.transpose(0, 1), v.transpose(0, 1)
-        window = self.config.windows[layer]
-        if len(q) == 1 and window is not None:
-            keys, values = keys[:, -window:], values[:, -window:]
-        return attention(q.to(self.dtype), keys, values, self.masks[window])
+        if self._map is not None:
+            self._advise(mmap.MADV_WILLNEED, (layer + 1) % self.config.num_hidden_layers)
+        y = super().attend(layer, q, k, v)
+        if self._map is not None:
+            self._advise(mmap.MADV_DONTNEED, layer)
+        return y
+
+    def _advise(self, advice: int, layer: int) -> None:
+        """Tell the system what becomes of a layer's part of the file; whole pages of it."""
+        size = self.keys_values[0].nbytes
+        start, end = (
+            -(-layer * size // mmap.PAGESIZE) * mmap.PAGESIZE,
+            (layer + 1) * size // mmap.PAGESIZE * mmap.PAGESIZE,
+        )
+        if end > start:
+            self._map.madvise(advice, start, end - start)
 
 
-KINDS: dict[str, type[KVCache]] = {kind.kind: kind for kind in (NoCache, ContiguousCache)}
+class StagedCache(OffloadCache):
+    """OffloadCache for a device with memory of its own: two windows of one layer each are there, and while one layer is
+    attended, the next one is copied into the other window."""
+
+    def __init__(
+        self, config, capacity: int, device: str | torch.device, dtype: torch.dtype, folder: Path | None = None
+    ):
+        super().__init__(config, capacity, device, dtype, folder)
+        self._windows = [torch.empty(self.keys_values.shape[1:], dtype=dtype, device=device) for _ in range(2)]
+        self._coming: int | None = None  # the layer that is in the second window, or on its way
+        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        layers = self.config.num_hidden_layers
+        if self._coming != layer:
+            self._fetch(layer)
+        self._windows.reverse()
+        if self._stream:
+            torch.cuda.current_stream(self.device).wait_stream(self._stream)
+        if layers > 1:
+            self._fetch((layer + 1) % layers)
+        return super().attend(layer, q, k, v)
+
+    def _fetch(self, layer: int) -> None:
+        """Begin to copy a layer into the second window, head by head, since only what lies in one piece is copied
+        while the device computes."""
+        if self._stream:  # what was attended in that window is done first
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        held = self._span[0] if layer else self._span[1]  # the first layer is fetched for the next pass
+        with torch.cuda.stream(self._stream) if self._stream else nullcontext():
+            for window, host in zip(self._windows[1].flatten(0, 1), self.keys_values[layer].flatten(0, 1), strict=True):
+                window[:held].copy_(host[:held], non_blocking=True)
+        self._coming = layer
+
+    def _store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        at = slice(self._span[1] - k.shape[1], self._span[1])
+        for i, x in enumerate((k, v)):
+            self._windows[0][i, :, at] = x
+            for host, head in zip(self.keys_values[layer, i], x.contiguous(), strict=True):
+                host[at].copy_(head, non_blocking=True)
+
+    def _read(self, layer: int, first: int, last: int) -> Iterable[tuple[Tensor, Tensor]]:
+        return (self._windows[0][:, :, first:last],)
+
+    def state(self) -> Iterator[tuple[str, Tensor]]:
+        for layer, keys_values in enumerate(self.keys_values):
+            yield f"layers.{layer}", keys_values[:, :, : self.length]
+
+    def restore(self, counts: dict[str, int], read: Callable[[str], Tensor]) -> None:
+        super().restore(counts, read)
+        self._coming = None
+
+
+# ---- making one
+
+KINDS: dict[str, type[KVCache]] = {
+    kind.kind: kind
+    for kind in (NoCache, ContiguousCache, PagedCache, Int8Cache, Int4Cache, OffloadCache, WindowCache, SinkCache)
+}
 
 
 def make(
-    kind: str, config, capacity: int, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
+    kind: str,
+    config,
+    capacity: int,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float32,
+    **options,
 ) -> KVCache:
-    """A cache of a kind in ``KINDS``, for a model's config. Raises CacheFull when the device has no room for it."""
-    device, kind = torch.device(device), KINDS[kind]
-    needed, free = kind.bytes_for(config, capacity, dtype), free_memory(device)
-    if needed > free:
-        fits = free // kind.bytes_for(config, 1, dtype)
+    """A cache of a kind in ``KINDS``, for a model's config. Raises CacheFull when there is no room for it.
+
+    ``options``: for offload, ``folder``, in which its file is to be; for sinks, how many ``sinks``.
+    """
+    device, cls = torch.device(device), KINDS[kind]
+    if cls is OffloadCache:
+        place, cls = torch.device("cpu"), cls if device.type == "cpu" else StagedCache
+    else:
+        place = device
+    needed, free = cls.bytes_for(config, capacity, dtype), free_memory(place)
+    if needed > free and options.get("folder") is None:
+        fits = capacity * free // needed
         raise CacheFull(
             f"a cache of {capacity} tokens needs {needed:,} bytes and {free:,} are free; --ctx-size {fits} would fit"
         )
     try:
-        return kind(config, capacity, device, dtype)
+        return cls(config, capacity, device, dtype, **options)
     except RuntimeError as error:  # OutOfMemoryError is one
         reason = str(error).splitlines()[0]
         raise CacheFull(

@@ -2,18 +2,24 @@
 
 ``Session.tokens`` is the only truth, and ``tokens[:cache.length]`` is exactly what the cache holds. Each answer then
 takes one path: find the longest prefix that the cache already holds, cut the cache to it, prefill the rest in chunks,
-decode. A next turn, a retry, an edited message and an interrupted answer are all that path.
+decode. A next turn, a retry, an edited message, an interrupted answer and a session from disk are all that path.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import secrets
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from itertools import takewhile
-from time import perf_counter
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from hashlib import sha256
+from itertools import chain, takewhile
+from pathlib import Path
+from time import perf_counter, time
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from cache import CacheFull, KVCache, NoCache
@@ -23,6 +29,18 @@ from tokenizer import Stream, Tokenizer
 
 class NotFinite(Exception):
     """The model computed infinities; the text says what to do."""
+
+
+class SessionError(Exception):
+    """A session that cannot be saved, restored or forked; the text is one line."""
+
+
+class SessionMismatch(SessionError):
+    """A saved session of another model or cache: ``part`` says in what, ``about`` is what was saved with it."""
+
+    def __init__(self, text: str, part: str, about: str):
+        super().__init__(text)
+        self.part, self.about = part, about
 
 
 class _Interrupted(Exception):
@@ -103,6 +121,10 @@ class Sampler:
 
     def __call__(self, logits: Tensor) -> int:
         """logits [V] float32 -> a token id. Raises NotFinite."""
+        return finite(self.draw(logits).item())
+
+    def draw(self, logits: Tensor) -> Tensor:
+        """logits [V] float32 -> a token id on the device, which is not waited for; -1 where they are not finite."""
         finite = logits.isfinite().all()
         if self.sampling.repeat_penalty != 1:
             logits = penalize(logits, self.seen, self.sampling.repeat_penalty)
@@ -113,10 +135,14 @@ class Sampler:
             p = probabilities(logits, self.sampling)
             drawn = (p / torch.empty_like(p).exponential_(generator=self.generator)).argmax()
         self.seen.index_fill_(0, drawn, True)
-        token = torch.where(finite, drawn, -1).item()
-        if token < 0:
-            raise NotFinite("the model's numbers overflowed; try --dtype bfloat16 or --dtype float32")
-        return token
+        return torch.where(finite, drawn, -1)
+
+
+def finite(token: int) -> int:
+    """A token as ``Sampler.draw`` gave it. Raises NotFinite for -1."""
+    if token < 0:
+        raise NotFinite("the model's numbers overflowed; try --dtype bfloat16 or --dtype float32")
+    return token
 
 
 # ---- text
@@ -215,12 +241,14 @@ class Turn:
 
 
 class Session:
-    """One conversation over one cache. ``last`` is the Turn of the answer under way, or of the latest."""
+    """One conversation over one cache. ``last`` is the Turn of the answer under way, or of the latest; ``on_pass`` is
+    called after each pass over the prompt, when ``last.computed_tokens`` has grown."""
 
     def __init__(self, model: Llama, cache: KVCache, tokenizer: Tokenizer):
         self.model, self.cache, self.tokenizer = model, cache, tokenizer
         self.tokens: list[int] = []
         self.last: Turn | None = None
+        self.on_pass: Callable[[], None] = lambda: None
         self._chunk, self._weights = chunk_size(model), model.bytes_per_step
         self.interrupted = False
 
@@ -236,13 +264,13 @@ class Session:
             raise ValueError(
                 f"the prompt has token ids outside the model's vocabulary of {self.model.config.vocab_size}"
             )
-        if len(prompt_ids) > self.cache.capacity:
-            sizes = f"the prompt has {len(prompt_ids)} tokens and the context holds {self.cache.capacity}"
+        if len(prompt_ids) > self.cache.longest:
+            sizes = f"the prompt has {len(prompt_ids)} tokens and the context holds {self.cache.longest}"
             raise CacheFull(f"{sizes}; shorten it, or take a larger --ctx-size")
         pairs = zip(self.tokens[: self.cache.length], prompt_ids, strict=False)
         shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         # At least one token is computed, since logits come from computing and not from the cache.
-        self.cache.truncate(min(shared, len(prompt_ids) - 1))
+        self.cache.truncate(self.cache.reusable(min(shared, len(prompt_ids) - 1)))
         self.tokens = list(prompt_ids)
         seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
         self.last = Turn(len(prompt_ids), self.cache.length, seed)
@@ -280,7 +308,7 @@ class Session:
 
     def _tokens(self, turn: Turn, sampling: Sampling) -> Iterator[Step]:
         """The decode loop: logits of all tokens so far, draw one, append it; until something ends it."""
-        room = self.cache.capacity - len(self.tokens)
+        room = self.cache.longest - len(self.tokens)
         limit = room if sampling.max_tokens is None else min(room, sampling.max_tokens)
         sampler = Sampler(sampling, turn.seed, self.tokens, self.model.config.vocab_size, self.model.device)
         for n in range(limit):
@@ -288,11 +316,13 @@ class Session:
                 return  # another answer has begun, and the cache is its own
             start = perf_counter()
             try:
-                logits = self._logits()
+                logits = self._logits(turn)
             except _Interrupted:
+                return
+            except CacheFull:  # of pages that other sequences hold too
                 if n == 0:
-                    turn.computed_tokens = self.cache.length - turn.reused_tokens
-                    turn.prefill_s = perf_counter() - start
+                    raise
+                turn.stop = "context"
                 return
             if n == 0:
                 synchronize(self.model.device)  # once a turn, so that prefill and decode are timed apart
@@ -311,18 +341,134 @@ class Session:
             yield self._step(token, logits, seconds)
         turn.stop = "length" if limit == sampling.max_tokens else "context"
 
-    def _logits(self) -> Tensor:
+    def _logits(self, turn: Turn) -> Tensor:
         """logits [1, V] after all tokens; computes what the cache does not hold. Raises _Interrupted between two
         passes."""
+        start = perf_counter()
         for hidden in passes(self.model, self.cache, self.tokens, self._chunk):
+            if not turn.generated_tokens:
+                turn.computed_tokens = max(0, self.cache.length - turn.reused_tokens)
+                turn.prefill_s = perf_counter() - start
+                self.on_pass()
             if self.interrupted:
                 raise _Interrupted
             last = hidden[-1:]
         return self.model.head(last)
 
     def _step(self, token: int, logits: Tensor, seconds: float) -> Step:
-        held = len(self.tokens) if self.cache.length else 0
-        return Step(token, "", held, self.cache.bytes_per_token * held, seconds)
+        tokens = len(self.tokens)
+        return Step(token, "", self.cache.held_at(tokens), self.cache.bytes_at(tokens), seconds)
+
+    # -- branches, and sessions on disk
+
+    def fork(self) -> Session:
+        """A second session with the same past, which both hold once. Raises SessionError for a cache without pages."""
+        if not hasattr(self.cache, "fork"):
+            raise SessionError(f"branches share the pages of their past, and --cache {self.cache.kind} has none")
+        twin = type(self)(self.model, self.cache.fork(), self.tokenizer)
+        twin.tokens = list(self.tokens)
+        return twin
+
+    def fingerprint(self) -> dict[str, str]:
+        """What a saved cache must agree in with the one that is to hold it, part by part."""
+        tokenizer = b"\n".join(self.tokenizer.piece(token) for token in range(self.model.config.vocab_size))
+        return {
+            "weights": self.model.fingerprint,
+            "config": sha256(str(replace(self.model.config, dtype=None)).encode()).hexdigest(),
+            "dtype": str(self.cache.dtype).removeprefix("torch."),
+            "cache kind": self.cache.layout,
+            "tokenizer": sha256(tokenizer).hexdigest(),
+        }
+
+    def save(self, path: str | Path, about: str = "") -> None:
+        """Keep the tokens, what the cache holds of them, and ``about``, a text of the caller's, in a safetensors file.
+
+        The file is readable by its owner alone, and is either the old one or the new one at every instant. Raises
+        SessionError.
+        """
+        metadata = {
+            "format": FORMAT,
+            "fingerprint": json.dumps(self.fingerprint()),
+            "counts": json.dumps(self.cache.counts()),
+            "about": about,
+        }
+        state = ((f"cache.{name}", tensor) for name, tensor in self.cache.state())
+        try:
+            write_tensors(Path(path), chain([("tokens", torch.tensor(self.tokens))], state), metadata)
+        except OSError as error:
+            raise SessionError(f"{path}: {error.strerror}; nothing was saved") from None
+
+    def load(self, path: str | Path) -> str:
+        """Go on from a saved session: nothing that its cache holds is computed again. Returns ``about``.
+
+        Raises SessionError, SessionMismatch when it belongs to another model or cache, and CacheFull when it does not
+        fit; the session is then as it was.
+        """
+        damaged = SessionError(f"{path}: not a saved session, or a damaged one")
+        try:
+            with safe_open(path, framework="pt") as file:
+                metadata = file.metadata() or {}
+                if metadata.get("format") != FORMAT:
+                    raise damaged
+                saved, counts, about = (
+                    json.loads(metadata["fingerprint"]),
+                    json.loads(metadata["counts"]),
+                    metadata["about"],
+                )
+                for part, value in self.fingerprint().items():
+                    if saved.get(part) != value:
+                        raise SessionMismatch(f"{path}: its {part} is another", part, about)
+                tokens = file.get_tensor("tokens").tolist()
+                if not 0 <= min(counts.values()) <= counts["length"] <= len(tokens):
+                    raise damaged
+                self.cache.restore(counts, lambda name: file.get_tensor(f"cache.{name}"))
+        except OSError as error:
+            raise SessionError(f"{path}: {error.strerror or 'no such file'}") from None
+        except (SafetensorError, ValueError, TypeError, KeyError, RuntimeError, AttributeError):
+            raise damaged from None
+        self.tokens = tokens
+        return metadata["about"]
+
+
+FORMAT = "kv-chat session 1"
+STORED = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.uint8: "U8", torch.int64: "I64"}
+
+
+def write_tensors(path: Path, tensors: Iterable[tuple[str, Tensor]], metadata: dict[str, str]) -> None:
+    """Write a safetensors file (its format: 8 bytes of header length, a JSON header padded with spaces, the data)
+    through a temporary one. Raises OSError, the old file being whole.
+
+    The library would want all tensors in memory at once; a cache may be larger than that. Its header comes last, so
+    the room for it is a guess that no cache exceeds.
+    """
+    for left in path.parent.glob(f".{path.name}.*"):  # by a process that was killed
+        if left.stat().st_mtime < time() - 3600:
+            left.unlink(missing_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # only its owner may read it
+    try:
+        with os.fdopen(handle, "wb") as file:
+            room, end, header = 2**16 + 2 * len(json.dumps(metadata)), 0, {"__metadata__": metadata}
+            file.seek(8 + room)
+            for name, tensor in tensors:
+                start, end = end, end + tensor.nbytes
+                header[name] = {
+                    "dtype": STORED[tensor.dtype],
+                    "shape": list(tensor.shape),
+                    "data_offsets": [start, end],
+                }
+                file.write(tensor.contiguous().cpu().flatten().view(torch.uint8).numpy())
+            file.seek(0)
+            file.write(room.to_bytes(8, "little") + json.dumps(header).encode().ljust(room))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+    if os.name == "posix":  # the new name itself is kept too
+        folder = os.open(path.parent, os.O_RDONLY)
+        os.fsync(folder)
+        os.close(folder)
 
 
 class VerifyingSession(Session):
@@ -353,7 +499,7 @@ def passes(model: Llama, cache: KVCache, tokens: list[int], chunk: int) -> Itera
             cache.extend(len(part))
             hidden = model(torch.tensor(part, device=model.device), cache)
         except BaseException:
-            cache.truncate(held)
+            cache.truncate(cache.reusable(held))
             raise
         yield hidden
 

@@ -16,6 +16,7 @@ import math
 import os
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import cache
+from hashlib import sha256
 from pathlib import Path
 
 import torch
@@ -87,6 +88,12 @@ class Config:
         }
         for name, value in derived.items():
             object.__setattr__(self, name, value)
+
+    def turn(self, x: Tensor, by: int) -> Tensor:
+        """Keys or queries x [..., D] that are turned by their position already, turned by that many positions more."""
+        rotary = Rotary(self, x.device)
+        cos, sin = rotary(torch.tensor([by], device=x.device))
+        return rotate(x, cos / rotary.length, sin / rotary.length)
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Config:
@@ -477,6 +484,15 @@ class Llama(nn.Module):
     @property
     def device(self) -> torch.device:
         return self.lm_head.weight.device
+
+    @property
+    def fingerprint(self) -> str:
+        """A digest of some values of every parameter, which tells models apart without reading all of them."""
+        digest = sha256()
+        for parameter in self.parameters():
+            values = parameter.flatten()[:: max(1, parameter.numel() // 64)]
+            digest.update(values.float().cpu().numpy().tobytes())
+        return digest.hexdigest()
 
     @staticmethod
     def bytes_for(config: Config, dtype: torch.dtype) -> int:

@@ -1,0 +1,193 @@
+"""The paged cache: many sequences over one pool of pages, and what they have in common held once (PagedAttention,
+arXiv 2309.06180)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from hashlib import sha256
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from seam import CacheFull, KVCache
+
+
+class Pool:
+    """The memory of many sequences, in pages of ``page_size`` tokens (PagedAttention, arXiv 2309.06180).
+
+    A page is part of ``references`` sequences; with none it is free. Page p is the slots from p · page_size on of
+    [layers, 2, Hkv, slots, D], so that neighbouring pages are read as one piece. A full page may have a name, made of
+    its tokens and of all before them: another sequence that begins alike finds it, and shares it.
+    """
+
+    def __init__(self, config, pages: int, device: str | torch.device, dtype: torch.dtype, page_size: int = 16):
+        self.page_size, self.references, self.free = page_size, [0] * pages, pages
+        shape = config.num_hidden_layers, 2, config.num_key_value_heads, pages * page_size, config.head_dim
+        self.keys_values = torch.empty(shape, dtype=dtype, device=device)
+        self.names: list[bytes | None] = [None] * pages
+        self.named: dict[bytes, int] = {}
+
+    @property
+    def bytes_per_page(self) -> int:
+        return self.keys_values.nbytes // len(self.references)
+
+    def take(self, after: int | None) -> int:
+        """A free page: the one behind ``after``, so that a sequence is read in few pieces, or else the middle of the
+        largest gap, so that both it and the one before the gap have room to grow. There must be one."""
+        page = 0 if after is None else after + 1
+        if page == len(self.references) or self.references[page]:
+            page = self._gap()
+        self.references[page], self.free = 1, self.free - 1
+        self.rename(page, None)
+        return page
+
+    def _gap(self) -> int:
+        start, best = 0, (0, 0)
+        for used, run in groupby(self.references, bool):
+            length = len(list(run))
+            best = best if used else max(best, (length, start), key=lambda gap: gap[0])
+            start += length
+        length, start = best
+        return start + (length // 2 if start else 0)
+
+    def share(self, page: int) -> None:
+        self.free -= not self.references[page]
+        self.references[page] += 1
+
+    def drop(self, page: int) -> None:
+        """One sequence less needs the page; it keeps its name until somebody else takes it."""
+        self.references[page] -= 1
+        self.free += not self.references[page]
+
+    def rename(self, page: int, name: bytes | None) -> None:
+        if self.named.get(self.names[page]) == page:
+            del self.named[self.names[page]]
+        self.names[page] = name
+        if name is not None:
+            self.named.setdefault(name, page)
+
+    def copy(self, page: int, to: int) -> None:
+        a, b, n = page * self.page_size, to * self.page_size, self.page_size
+        self.keys_values[:, :, :, b : b + n] = self.keys_values[:, :, :, a : a + n]
+
+
+class PagedCache(KVCache):
+    """One sequence over a pool: ``block_table`` says which page holds its tokens i · page_size and on.
+
+    Pages are taken as tokens come, so at most one is partly empty. Several sequences may hold the same page; who
+    writes into a shared one copies it first.
+    """
+
+    kind = "paged"
+
+    def __init__(self, config, capacity: int, device: str | torch.device, dtype: torch.dtype, pool: Pool | None = None):
+        super().__init__(config, capacity, device, dtype)
+        self.pool = pool or Pool(config, -(-capacity // 16), device, dtype)
+        self.block_table: list[int] = []
+        self.slots = torch.empty(0, dtype=torch.int64, device=self.device)  # of the pass, in the pool
+        self._names: list[bytes] = []  # of the full pages, as far as they are known
+
+    @property
+    def bytes_reserved(self) -> int:
+        return self.pool.keys_values.nbytes
+
+    def extend(self, n: int) -> None:
+        size, pool, table = self.pool.page_size, self.pool, self.block_table
+        more = -(-(self.length + n) // size) - len(table)
+        broken = self.length % size and pool.references[table[-1]] > 1  # a shared page, which is to be written
+        if self.length + n <= self.capacity and more + bool(broken) > pool.free:
+            pages = f"{pool.free} of {len(pool.references)} pages are free"
+            raise CacheFull(f"{n} tokens more need {more + bool(broken)} pages of {size} tokens, and {pages}")
+        super().extend(n)
+        if broken:
+            own = pool.take(table[-1])
+            pool.copy(table[-1], own)
+            pool.drop(table[-1])
+            table[-1] = own
+        elif self._span[0] % size:
+            pool.rename(table[-1], None)
+        for _ in range(more):
+            table.append(pool.take(table[-1] if table else None))
+        self.slots = torch.tensor(
+            [table[at // size] * size + at % size for at in range(*self._span)], device=self.device
+        )
+
+    def _store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        keys, values = self.pool.keys_values[layer]
+        keys.index_copy_(1, self.slots, k)
+        values.index_copy_(1, self.slots, v)
+
+    def _read(self, layer: int, first: int, last: int) -> Iterable[tuple[Tensor, Tensor]]:
+        return [self.pool.keys_values[layer, :, :, a:b] for a, b in self._runs(first, last)]
+
+    def _runs(self, first: int, last: int) -> list[tuple[int, int]]:
+        """The slots of the tokens first to last, pages that are neighbours joined."""
+        if (key := (first, last)) not in self._masks:
+            size, runs = self.pool.page_size, []
+            for i in range(first // size, -(-last // size)):
+                a = self.block_table[i] * size
+                start, end = a + max(0, first - i * size), a + min(size, last - i * size)
+                if runs and runs[-1][1] == start:
+                    runs[-1] = runs[-1][0], end
+                else:
+                    runs.append((start, end))
+            self._masks[key] = runs
+        return self._masks[key]
+
+    def truncate(self, length: int) -> None:
+        super().truncate(length)
+        needed = -(-length // self.pool.page_size)
+        self.block_table, rest = self.block_table[:needed], self.block_table[needed:]
+        del self._names[length // self.pool.page_size :]
+        for page in rest:
+            self.pool.drop(page)
+
+    # -- sharing
+
+    def fork(self) -> PagedCache:
+        """A second sequence with the same past, every page of it shared."""
+        twin = PagedCache(self.config, self.capacity, self.device, self.dtype, self.pool)
+        twin.length, twin.block_table, twin._names = self.length, list(self.block_table), list(self._names)
+        for page in twin.block_table:
+            self.pool.share(page)
+        return twin
+
+    def publish(self, tokens: list[int]) -> None:
+        """Name the full pages by the ``tokens`` that they hold, so that others find them."""
+        for i, name in enumerate(self._chain(tokens[: self.length], self._names), len(self._names)):
+            self.pool.rename(self.block_table[i], name)
+            self._names.append(name)
+
+    def adopt(self, tokens: list[int]) -> None:
+        """Begin with the pages that hold a beginning of ``tokens`` already; the last token is left to be computed."""
+        for name in self._chain(tokens[:-1], []):
+            if (page := self.pool.named.get(name)) is None:
+                break
+            self.pool.share(page)
+            self.block_table.append(page)
+            self._names.append(name)
+            self.length += self.pool.page_size
+
+    def _chain(self, tokens: list[int], names: list[bytes]) -> Iterator[bytes]:
+        """The names of the full pages behind those that have ``names``: each digests its tokens and the name before
+        it."""
+        size, name = self.pool.page_size, names[-1] if names else b""
+        for start in range(len(names) * size, len(tokens) - size + 1, size):
+            name = sha256(name + repr(tokens[start : start + size]).encode()).digest()
+            yield name
+
+
+class PagedBatch:
+    """Several sequences in one pass, laid end to end: token t of the pass belongs to one of them and sees only that
+    one. Each has been extended by its own part."""
+
+    def __init__(self, sequences: list[PagedCache]):
+        self.sequences, self.pool = sequences, sequences[0].pool
+        self.counts = [len(sequence.positions) for sequence in sequences]
+        self.positions = torch.cat([sequence.positions for sequence in sequences])
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """As ``KVCache.attend``."""
+        parts = zip(self.sequences, *(x.split(self.counts) for x in (q, k, v)), strict=True)
+        return torch.cat([sequence.attend(layer, *part) for sequence, *part in parts])

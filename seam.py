@@ -1,0 +1,258 @@
+"""The seam between model and cache: what attention reads, and what every kind of cache promises.
+
+``extend`` makes room for the tokens of a pass, ``attend`` stores their k and v and returns what attention reads. What
+is held may lie in several pieces (pages, quantized blocks, a ring): attention over each piece is exact by itself, and
+the pieces are weighed against each other by how much of the softmax's mass they hold. So a kind of cache is a layout:
+how it stores, and in which pieces it reads.
+
+Shapes: ``T`` tokens of the pass, ``S`` tokens held, ``Hq``, ``Hkv`` heads, ``D`` head_dim.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+
+class CacheFull(Exception):
+    """The tokens do not fit; nothing was changed. The text is one line with both numbers."""
+
+
+# ---- attention
+
+
+class Piece(NamedTuple):
+    """Some of the keys and values that a pass reads, k and v [Hkv, S, D].
+
+    Every query sees all of them; or, ``causal``, query i the first i + 1; or those where ``mask`` [T, S] is 0 and not
+    -inf.
+    """
+
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None = None
+    causal: bool = False
+
+
+def attention(q: Tensor, pieces: Iterable[Piece]) -> Tensor:
+    """softmax(q kᵀ / √D) v, each K/V head serving its group of Hq / Hkv query heads (arXiv 1706.03762, 2305.13245).
+
+    q [T, Hq, D] -> [T, Hq, D]. Over several pieces: the softmax of all is the sum of the softmax of each, weighted
+    with its share of the mass exp(q kᵀ / √D), whose logarithm comes with it (flash-decoding does the same between
+    the processors of a GPU). The first piece has something to see for every query.
+    """
+    pieces = iter(pieces)
+    first, second = next(pieces), next(pieces, None)
+    grouped = q.unflatten(1, (first.k.shape[0], -1)).permute(1, 2, 0, 3)  # [Hkv, group, T, D]
+    if second is None:
+        y = scaled_dot_product_attention(*_fold(grouped, first), attn_mask=first.mask, is_causal=first.causal)
+    else:
+        y, mass = _partial(grouped, first)
+        while second is not None:
+            more, its_mass = _partial(grouped, second)
+            y = torch.lerp(y, more, torch.sigmoid(its_mass - mass)[..., None])
+            mass, second = torch.logaddexp(mass, its_mass), next(pieces, None)
+    return y.reshape(grouped.shape).permute(2, 0, 1, 3).flatten(1, 2).to(q.dtype)
+
+
+def _fold(q: Tensor, piece: Piece) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v as the kernels want them, K and V not repeated.
+
+    Where no query is barred from anything, the heads of a group are just more queries, [1, Hkv, group · T, D]. Else
+    each head of a group looks at the same K and V through a view with stride 0, [Hkv, group, S, D].
+    """
+    if piece.mask is None and not piece.causal:
+        return q.reshape(1, q.shape[0], -1, q.shape[-1]), piece.k[None], piece.v[None]
+    return q, *(x[:, None].expand(-1, q.shape[1], -1, -1) for x in (piece.k, piece.v))
+
+
+def _partial(q: Tensor, piece: Piece) -> tuple[Tensor, Tensor]:
+    """Attention over one piece, float32 [Hkv, group, T, D], and the logarithm of its mass [Hkv, group, T]."""
+    folded, mask, aten = _fold(q, piece), piece.mask, torch.ops.aten
+    if q.device.type == "cpu":
+        y, mass = aten._scaled_dot_product_flash_attention_for_cpu(*folded, 0.0, piece.causal, attn_mask=mask)
+    elif q.device.type == "cuda" and mask is None and q.dtype is not torch.float32:
+        y, mass = aten._scaled_dot_product_flash_attention(*folded, 0.0, piece.causal)[:2]
+    else:
+        q_, k, v = (x.float() for x in folded)
+        scores = q_ @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+        if piece.causal:
+            scores = scores.masked_fill(scores.new_ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
+        scores = scores if mask is None else scores + mask
+        mass = scores.logsumexp(-1)
+        y = (scores - mass.clamp(min=-1e30)[..., None]).exp() @ v
+    y, mass = y.float().reshape(q.shape), mass.float().reshape(q.shape[:-1])
+    if mask is not None:  # a query that sees nothing of the piece; the CPU's kernel gives it the mass of one
+        mass = mass.masked_fill(mask.isinf().all(-1), -torch.inf)
+    return y, mass
+
+
+# ---- what every kind promises
+
+
+class KVCache(ABC):
+    """What every kind of cache promises to the model and to the session.
+
+    ``length`` tokens are held of at most ``capacity``; ``positions`` [T] int64, on the device, are those of the pass
+    under way.
+    """
+
+    kind: str
+    forgotten = 0  # tokens that were dropped from the middle
+
+    def __init__(self, config, capacity: int, device: str | torch.device, dtype: torch.dtype):
+        self.config, self.capacity, self.device, self.dtype = config, capacity, torch.device(device), dtype
+        self.length = 0
+        self.positions = torch.empty(0, dtype=torch.int64, device=self.device)
+        self._span = 0, 0  # where the tokens of the pass stand among those held
+        self._masks: dict[tuple, Tensor] = {}  # of the pass
+
+    # -- sizes
+
+    @classmethod
+    def bytes_for(cls, config, tokens: int, dtype: torch.dtype) -> int:
+        """Exact bytes of K and V of ``tokens`` tokens in all layers."""
+        return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * dtype.itemsize * tokens
+
+    @classmethod
+    def bytes_each(cls, config, dtype: torch.dtype) -> int:
+        """Bytes that one token more takes in the long run."""
+        return cls.bytes_for(config, 1, dtype)
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.bytes_each(self.config, self.dtype)
+
+    def bytes_at(self, length: int) -> int:
+        """Bytes that hold a sequence of ``length`` tokens."""
+        return self.bytes_for(self.config, length, self.dtype)
+
+    @property
+    def bytes_used(self) -> int:
+        return self.bytes_at(self.length)
+
+    @property
+    def bytes_reserved(self) -> int:
+        return self.bytes_for(self.config, self.capacity, self.dtype)
+
+    def held_at(self, length: int) -> int:
+        """How many tokens of a sequence of ``length`` have their K and V here."""
+        return length
+
+    @property
+    def held(self) -> int:
+        return self.held_at(self.length)
+
+    @property
+    def longest(self) -> int:
+        """The longest sequence that can be held."""
+        return self.capacity
+
+    # -- a pass
+
+    def missing(self, tokens: list[int], limit: int) -> list[int]:
+        """The part of a sequence that the next pass must bring: what is not held yet, at most ``limit`` tokens of
+        it."""
+        return tokens[self.length : self.length + limit]
+
+    def extend(self, n: int) -> None:
+        """Make room for the ``n`` tokens of a pass, and set their positions. Runs before the model.
+
+        Raises CacheFull, nothing changed, when they do not fit.
+        """
+        start, end = self.held, self.held + n
+        if end > self.capacity:
+            raise CacheFull(f"{end} tokens do not fit the {self.capacity} that the cache holds")
+        self.positions = torch.arange(start, end, device=self.device)
+        self._span, self._masks = (start, end), {}
+        self.length += n
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Store k and v [T, Hkv, D] of the pass, and attend with q [T, Hq, D] over all that is held -> [T, Hq, D]."""
+        (start, end), window = self._span, self.config.windows[layer]
+        first = 0 if window is None else max(0, start + 1 - window)  # the oldest that any query sees
+        q, k, v = q.to(self.dtype), k.to(self.dtype).transpose(0, 1), v.to(self.dtype).transpose(0, 1)
+        if len(q) == 1:
+            self._store(layer, k, v)
+            return attention(q, (Piece(*kv) for kv in self._read(layer, first, end)))
+        y = attention(q, self._pieces(layer, first, k, v))
+        self._store(layer, k, v)
+        return y
+
+    def _pieces(self, layer: int, first: int, k: Tensor, v: Tensor) -> Iterator[Piece]:
+        """The pass's own tokens, and what was held before them: all of that is in the past of every query."""
+        start, window = self._span[0], self.config.windows[layer]
+        yield self._piece(k, v, start, window)
+        for keys, values in self._read(layer, first, start) if first < start else ():
+            yield self._piece(keys, values, first, window)
+            first += keys.shape[1]
+
+    def _piece(self, k: Tensor, v: Tensor, first: int, window: int | None) -> Piece:
+        """The tokens from ``first`` on, as the pass's queries see them."""
+        (start, end), slots = self._span, k.shape[1]
+        if window is None or first > end - 1 - window:  # no query has left it behind
+            return Piece(k, v, causal=first == start)
+        if (key := (first, slots, window)) not in self._masks:
+            at, positions = torch.arange(first, first + slots, device=self.device), self.positions[:, None]
+            hidden = (at > positions) | (at <= positions - window)
+            zeros = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device)
+            self._masks[key] = zeros.masked_fill_(hidden, -torch.inf)
+        return Piece(k, v, self._masks[key])
+
+    @abstractmethod
+    def _store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Keep k and v [Hkv, T, D] of the last T tokens of the pass."""
+
+    @abstractmethod
+    def _read(self, layer: int, first: int, last: int) -> Iterable[tuple[Tensor, Tensor]]:
+        """K and V of the held tokens ``first`` to ``last`` (not included), in order, in one piece or several."""
+
+    # -- cutting, keeping
+
+    def truncate(self, length: int) -> None:
+        """Forget the tokens from ``length`` on. Raises ValueError when it is negative, more than is held, or not
+        ``reusable``."""
+        if not 0 <= length <= self.length or self.reusable(length) < length:
+            raise ValueError(f"cannot cut a cache of {self.length} tokens to {length}")
+        self.length = length
+
+    def reusable(self, length: int) -> int:
+        """The longest prefix, of at most ``length`` tokens, that ``truncate`` can still cut to."""
+        return min(length, self.length)
+
+    @property
+    def layout(self) -> str:
+        """What two caches must have in common for ``restore``, besides the model and the dtype."""
+        return self.kind
+
+    def counts(self) -> dict[str, int]:
+        """The numbers that ``restore`` needs beside the tensors."""
+        return {"length": self.length}
+
+    def state(self) -> Iterator[tuple[str, Tensor]]:
+        """What is held, used part only: for each layer a name and K and V, [2, Hkv, S, D]."""
+        for layer in range(self.config.num_hidden_layers):
+            keys, values = zip(*self._read(layer, 0, self.held), strict=True)
+            yield f"layers.{layer}", torch.stack((torch.cat(keys, 1), torch.cat(values, 1)))
+
+    def restore(self, counts: dict[str, int], read: Callable[[str], Tensor]) -> None:
+        """Hold what ``counts`` and ``state`` told of another cache of this kind; ``read`` gives a tensor by name.
+
+        Raises CacheFull, nothing changed, when it does not fit; KeyError or RuntimeError for a state that is not one.
+        """
+        if counts["length"] > self.capacity:
+            raise CacheFull(f"{counts['length']} tokens do not fit the {self.capacity} that the cache holds")
+        self.truncate(0)
+        self.extend(counts["length"])
+        try:
+            for layer in range(self.config.num_hidden_layers):
+                self._store(layer, *read(f"layers.{layer}").to(self.device))
+        except BaseException:
+            self.truncate(0)
+            raise
