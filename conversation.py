@@ -155,7 +155,7 @@ class Conversation:
     def _fitting(self, messages: list[dict], begun: str) -> tuple[list[dict], tuple[list[int], str]]:
         """The messages to answer, their ids with what is begun; without the oldest turns where ``on_full`` says so and
         the context has no room for an answer."""
-        prompt, capacity = self._prompt(messages, begun), self.session.cache.capacity
+        prompt, capacity = self._prompt(messages, begun), self.session.cache.longest
         room = min(capacity // 8, self.sampling.max_tokens or capacity)
         if self.on_full == "stop" or len(prompt[0]) + room <= capacity:
             return messages, prompt
@@ -221,7 +221,7 @@ class Conversation:
     @property
     def left(self) -> int:
         """Tokens that the context still has room for."""
-        return self.session.cache.capacity - len(self.session.tokens)
+        return self.session.cache.longest - len(self.session.tokens)
 
     @property
     def saved_s(self) -> float:

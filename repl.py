@@ -142,14 +142,16 @@ class Repl:
         session = self.conversation.session
         cache, model, turn = session.cache, session.model, session.last
         left = self.conversation.left
+        used, then = cache.capacity - left, f"{left} left"
+        if cache.longest > cache.capacity:
+            used, then = cache.held, f"{cache.forgotten} in the middle forgotten"
         facts = [
             "NEARLY FULL" if left <= cache.capacity // 10 else "",
-            f"{cache.capacity - left}/{cache.capacity} tokens, {left} left",
+            f"{used}/{cache.capacity} tokens, {then}",
             of(cache.bytes_used, cache.bytes_reserved),
             f"{turn.decode_tok_s:.1f} tok/s" if turn else "",
             f"{model.name}, {str(model.dtype).removeprefix('torch.')} on {model.device.type}",
             f"branch {self.conversation.branch}" if self.conversation.others else "",
-            f"{cache.forgotten} in the middle forgotten" if getattr(cache, "forgotten", 0) else "",
         ]
         return " " + " │ ".join(filter(None, facts)).translate(CONTROL)
 
@@ -280,7 +282,7 @@ class Repl:
         try:
             self.conversation.load(argument)
         except SessionMismatch as error:
-            if not agreed(f"chat: {error}. Compute it again from the text?"):
+            if not agreed(f"chat: {argument} is of another model or cache ({error.part}); compute it from its text?"):
                 return
             self.conversation.take(error.about)
         turns, session = len(self.conversation.messages) // 2, self.conversation.session
