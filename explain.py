@@ -38,9 +38,9 @@ def cache_report(session, turns: list[tuple[int, int]], whole: int, reused: int,
     yield f"reused so far: {reused:,} tokens that were not computed again, which saved {saved:.1f} s"
     yield from _by_turn(turns, full, width - 40)
     if turns:
-        yield f"system message and chat template {whole - sum(map(sum, turns)):>5}"
+        yield f"system message and chat template {max(0, whole - sum(map(sum, turns))):>5}"
     if len(session.tokens) > whole:
-        yield f"taken back, and held until the next turn {len(session.tokens) - whole}"
+        yield f"no longer part of it, and held until the next turn {len(session.tokens) - whole:>5}"
     if hasattr(cache, "block_table"):
         yield from _page_map(cache, width)
 

@@ -18,10 +18,12 @@ from conftest import says, successor_folder, token_of, write_tokenizer
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from terminal import ANSWER, CHAT, STEPS, SUMMARY, Xterm, environment
+from test_soak import Silence
 
 import chat
 import show as showing
-from generate import Step, Turn
+from conversation import Conversation
+from generate import Sampling, Step, Turn
 
 
 @pytest.fixture
@@ -138,6 +140,18 @@ def test_seed_repeats_an_answer_and_the_one_drawn_is_shown(run, tiny_gqa):
     text, seed = answer()
     assert answer("--seed", seed) == (text, seed)
     assert answer()[1] != seed
+
+
+def test_one_answer_goes_on_from_a_session_that_was_kept(run, successor, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    conversation = Conversation(chat.open_session(chat.arguments(["--model", str(successor)])), Sampling(), Silence())
+    conversation.say("hi")
+    conversation.save("it")
+    code, out, _ = run("--model", successor, "-p", "and?", "--json", "--load", "it")
+    assert (code, events(out)[0]["reused_tokens"]) == (0, 32)
+    code, out, err = run("--model", successor, "-p", "and?", "--load", "nothing")
+    assert (code, out) == (2, "")
+    assert is_one_line(err, "no session nothing", "/sessions")
 
 
 # ---- stats

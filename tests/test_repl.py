@@ -180,9 +180,19 @@ def test_state_folder_that_cannot_be_made_does_not_stop_the_chat(successor, tmp_
     assert terminal.end() == 0
 
 
-def test_dumb_terminal_gets_no_escape_codes(successor, tmp_path):
-    terminal = Terminal(tmp_path, "--model", successor, term="dumb")
+def test_dumb_terminal_gets_no_escape_codes_and_all_commands(successor, tmp_path):
+    terminal = Terminal(tmp_path, "--model", successor, "--stats", "summary", term="dumb")
     assert ANSWER in terminal.say("hi")
+    terminal.type('"""several\r')
+    terminal.see("...")
+    assert ANSWER in terminal.say('lines"""')
+    terminal.type("/edit-last\r")
+    terminal.see("several\nlines")
+    terminal.say("one line")
+    assert terminal.say("/history")[3:] == ["> one line", ANSWER]
+    terminal.type("\x03")
+    terminal.see("chat: Ctrl-D or /quit leaves")
+    terminal.ready()
     terminal.type("\x04")
     assert terminal.end() == 0
     assert b"\x1b" not in terminal.received
@@ -383,7 +393,7 @@ def test_cache_and_tokens_explain_what_is_held(terminal):
     assert re.match(r"turn 2 +you +4  answer +11  █+", lines[7])
     assert lines[8] == "system message and chat template    40"
     terminal.say("/undo")
-    assert terminal.say("/cache")[-1] == "taken back, and held until the next turn 36"
+    assert terminal.say("/cache")[-1] == "no longer part of it, and held until the next turn    36"
     terminal.say("and?")
     lines = terminal.say("/tokens")
     assert lines[1] == "message, 25 tokens:"
