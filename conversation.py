@@ -228,11 +228,12 @@ class Conversation:
 
     def length(self) -> int:
         """Tokens of all that was said, with what the template puts around it."""
-        return len(self.ids(self.messages[:-1], self.messages[-1]["content"])) if self.messages else 0
+        return len(self._prompt(self.messages[:-1], self.messages[-1]["content"])[0]) if self.messages else 0
 
     def last_turn(self) -> tuple[list[int], list[int]]:
         """The ids of the last turn: those of its message, with the template's around them, and those of its answer."""
-        tokens, end = self.session.tokens, len(self.ids(self.messages[:-1]))
+        *messages, answer = self.messages
+        (tokens, _), end = self._prompt(messages, answer["content"]), len(self.ids(messages))
         before = self.ids(self.messages[:-3], self.messages[-3]["content"]) if len(self.messages) > 2 else []
         start = next((n for n, pair in enumerate(zip(before, tokens, strict=False)) if pair[0] != pair[1]), len(before))
         return tokens[start:end], tokens[end:]

@@ -101,7 +101,7 @@ class Repl:
             with bracketed_paste():
                 how(*arguments)
         except CacheFull as error:
-            raise ChatError(f"{error}; {CHOICES}") from None
+            raise ChatError(f"{error}; {CHOICES}" if self.conversation.on_full == "stop" else str(error)) from None
         self._warn()
         self._keep_last()
 

@@ -108,6 +108,7 @@ def test_ctrl_c_drops_the_line_being_typed(terminal):
 
 
 def test_pasted_line_that_starts_with_a_slash_is_a_message(terminal):
+    assert ANSWER in terminal.say(PASTE.format('"""open'))
     assert ANSWER in terminal.say(PASTE.format("/clear"))
     assert (
         terminal.say("/clear")[1] == "chat: the conversation is empty; a system message stays"
@@ -388,11 +389,15 @@ def test_cache_and_tokens_explain_what_is_held(terminal):
     assert re.fullmatch(r"█{8}░{56}", lines[2])
     assert re.match(r"0.1 of 1.0 MiB used, 0.9 reserved and free; [\d.]+ [GM]iB more on the device", lines[3])
     assert lines[4] == "2,080 bytes a token, 2,080 in each of 1 layers"
-    assert re.match(r"reused so far: \d+ tokens that were not computed again, which saved \d+\.\d s", lines[5])
+    assert re.match(r"reused so far: [\d,]+ tokens that were not computed again, which saved \d+\.\d s", lines[5])
     assert re.match(r"turn 1 +you +2  answer +11  █+", lines[6])
     assert re.match(r"turn 2 +you +4  answer +11  █+", lines[7])
     assert lines[8] == "system message and chat template    40"
     terminal.say("/undo")
+    assert terminal.say("/tokens")[-2:] == [
+        "answer, 11 tokens:",
+        r'"H" 42  "\xc3" 130  "\xa9" 105  "l" 78  "o" 81  "," 14  " " 223  "w" 89  "r" 84  "d" 70  "!" 3',
+    ]
     assert terminal.say("/cache")[-1] == "no longer part of it, and held until the next turn    36"
     terminal.say("and?")
     lines = terminal.say("/tokens")
