@@ -316,7 +316,7 @@ class Session:
                 return  # another answer has begun, and the cache is its own
             start = perf_counter()
             try:
-                logits = self._logits(turn)
+                logits = self._logits()
             except _Interrupted:
                 return
             except CacheFull:  # of pages that other sequences hold too
@@ -341,10 +341,10 @@ class Session:
             yield self._step(token, logits, seconds)
         turn.stop = "length" if limit == sampling.max_tokens else "context"
 
-    def _logits(self, turn: Turn) -> Tensor:
+    def _logits(self) -> Tensor:
         """logits [1, V] after all tokens; computes what the cache does not hold. Raises _Interrupted between two
         passes."""
-        start = perf_counter()
+        turn, start = self.last, perf_counter()
         for hidden in passes(self.model, self.cache, self.tokens, self._chunk):
             if not turn.generated_tokens:
                 turn.computed_tokens = max(0, self.cache.length - turn.reused_tokens)

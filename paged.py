@@ -109,9 +109,8 @@ class PagedCache(KVCache):
             pool.rename(table[-1], None)
         for _ in range(more):
             table.append(pool.take(table[-1] if table else None))
-        self.slots = torch.tensor(
-            [table[at // size] * size + at % size for at in range(*self._span)], device=self.device
-        )
+        slots = [table[at // size] * size + at % size for at in range(*self._span)]
+        self.slots = torch.tensor(slots, dtype=torch.int64, device=self.device)
 
     def _store(self, layer: int, k: Tensor, v: Tensor) -> None:
         keys, values = self.pool.keys_values[layer]
@@ -132,7 +131,7 @@ class PagedCache(KVCache):
                     runs[-1] = runs[-1][0], end
                 else:
                     runs.append((start, end))
-            self._masks[key] = runs
+            self._masks[key] = runs or [(0, 0)]
         return self._masks[key]
 
     def truncate(self, length: int) -> None:

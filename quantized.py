@@ -146,6 +146,7 @@ class QuantizedCache(KVCache):
             yield tuple(recent[layer, :, :, max(0, first - quantized) : last - quantized])
 
     def counts(self) -> dict[str, int]:
+        self._settle(self.length, self.length)
         return {"length": self.length, "quantized": self._recent[1]}
 
     def state(self) -> Iterator[tuple[str, Tensor]]:

@@ -8,9 +8,10 @@ from conftest import says, successor_folder, token_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache import KINDS, CacheFull, make
+from cache import KINDS, make
 from generate import NotFinite, Sampling, Session, Speech, VerifyingSession, chunk_size, penalize, probabilities
 from model import load
+from seam import CacheFull
 from tokenizer import Tokenizer
 
 GREEDY = Sampling(temperature=0)
@@ -42,7 +43,7 @@ def session(tiny_gqa):
 # ---- the cache changes nothing
 
 
-@pytest.mark.parametrize("kind", sorted(KINDS))
+@pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"int4"}))
 def test_every_kind_of_cache_gives_the_same_greedy_tokens_over_several_turns(kind, tiny):
     told, plain = session_over(tiny, kind), session_over(tiny, "none")
     prompt = list(PROMPT)
@@ -218,7 +219,7 @@ def test_max_tokens_ends_the_answer_exactly(successor, limit):
     assert (len(steps), session.last.stop) == (limit, "length")
 
 
-@pytest.mark.parametrize("kind", sorted(KINDS))
+@pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"sinks"}))
 @pytest.mark.parametrize("room", [0, 1, 2, 5])
 def test_prompt_and_answer_never_exceed_the_context(tiny_gqa, kind, room):
     session = session_over(tiny_gqa, kind, capacity=len(PROMPT) + room)
@@ -228,6 +229,15 @@ def test_prompt_and_answer_never_exceed_the_context(tiny_gqa, kind, room):
     with pytest.raises(CacheFull, match=rf"{12 + room} tokens .* {11 + room}"):
         session.generate([*PROMPT, *range(room), 5])
     assert session.last.prompt_tokens == len(PROMPT)  # nothing changed
+
+
+def test_a_chat_with_sinks_has_no_end(tiny_gqa):
+    session = session_over(tiny_gqa, "sinks", capacity=40)
+    session.tokenizer.stop_ids = set()
+    tokens = tokens_of(session, PROMPT * 10, Sampling(temperature=0, max_tokens=50))
+    assert (len(tokens), session.last.stop, session.last.prompt_tokens) == (50, "length", 110)
+    assert session.tokens[: session.cache.length] == (PROMPT * 10 + tokens)[:-1]
+    assert session.cache.held <= 40 and session.cache.forgotten == 159 - session.cache.held
 
 
 @pytest.mark.parametrize(
