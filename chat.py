@@ -36,7 +36,7 @@ from show import (
     user_errors,
 )
 
-CACHES = ("contiguous", "paged", "none")
+CACHES = ("contiguous", "paged", "int8", "int4", "offload", "window", "none")
 
 
 # ---- arguments
@@ -95,9 +95,10 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add(
         "--cache",
         choices=CACHES,
-        default="contiguous",
-        help="none recomputes everything at each step (default: contiguous)",
+        help="how K and V are kept; none recomputes everything at each step (default: contiguous)",
     )
+    add("--cache-dir", type=Path, metavar="DIR", help="with --cache offload: keep the cache in a file there")
+    add("--sinks", type=int, metavar="N", help="a chat without end: keep the first N tokens and the recent ones")
     add(
         "--on-full",
         choices=ON_FULL,
@@ -185,11 +186,24 @@ def open_session(args: argparse.Namespace, name: str | None = None):
     llama = model.load(folder, device, None if args.dtype == "auto" else model.DTYPES[args.dtype])
     most = llama.config.max_position_embeddings
     context = args.ctx_size or min(4096, most)  # a modest part of what the model was made for
-    kept = cache.make(args.cache, llama.config, context, device, llama.dtype)
+    kind, options = cache_of(args)
+    kept = cache.make(kind, llama.config, context, device, llama.dtype, **options)
     session = (VerifyingSession if args.verify else Session)(llama, kept, tokenizer)
     if context > most:
         note(f"--ctx-size {context} is more than the {most} tokens that the model was made for")
     return session
+
+
+def cache_of(args: argparse.Namespace) -> tuple[str, dict]:
+    """The kind of cache that the options ask for, and its own options. Raises ChatError when they do not agree."""
+    kind = args.cache or "contiguous"
+    if args.cache_dir is not None and kind != "offload":
+        raise ChatError(f"--cache-dir is for --cache offload, and this is {kind}")
+    if args.sinks is not None:
+        if args.cache is not None:
+            raise ChatError(f"--sinks is a kind of cache of its own, and cannot be {kind} too")
+        return "sinks", {"sinks": args.sinks}
+    return kind, {} if args.cache_dir is None else {"folder": args.cache_dir}
 
 
 def plan(args: argparse.Namespace) -> None:
@@ -210,14 +224,17 @@ def plan(args: argparse.Namespace) -> None:
     print(f"{name_of(folder)} in {name}: {config.num_hidden_layers} layers, {heads['MHA']} query heads")
     print(f"over {heads['GQA']} key/value heads ({own}) of {config.head_dim}\n")
     print(f"weights                       {size(weights)}")
+    costs: dict[tuple[int, ...], list[str]] = {}  # kinds that cost the same stand together
     for kind, cls in KINDS.items():
-        if not cls.bytes_for(config, 1, dtype):
-            print(f"\ncache {kind} keeps nothing")
-            continue
-        print(f"\ncache {kind}")
-        print(f"  per token                   {size(cls.bytes_for(config, 1, dtype))}")
-        for length in lengths:
-            print(f"  {length:>8} tokens             {size(cls.bytes_for(config, length, dtype))}")
+        costs.setdefault(
+            (cls.bytes_each(config, dtype), *(cls.bytes_for(config, n, dtype) for n in lengths)), []
+        ).append(kind)
+    for (per_token, *totals), kinds in costs.items():
+        print(f"\ncache {', '.join(kinds)}" + ("" if per_token else " keeps nothing"))
+        if per_token:
+            print(f"  per token                   {size(per_token)}")
+            for length, total in zip(lengths, totals, strict=True):
+                print(f"  {length:>8} tokens             {size(total)}")
     print(f"\nwhat the heads decide, at {most} tokens: this model has {own}")
     for label, count in heads.items():
         if label == "GQA" and own != "GQA":

@@ -13,6 +13,7 @@ import secrets
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from hashlib import sha256
 from itertools import chain, takewhile
 from pathlib import Path
@@ -371,14 +372,18 @@ class Session:
 
     def fingerprint(self) -> dict[str, str]:
         """What a saved cache must agree in with the one that is to hold it, part by part."""
-        tokenizer = b"\n".join(self.tokenizer.piece(token) for token in range(self.model.config.vocab_size))
         return {
             "weights": self.model.fingerprint,
             "config": sha256(str(replace(self.model.config, dtype=None)).encode()).hexdigest(),
             "dtype": str(self.cache.dtype).removeprefix("torch."),
             "cache kind": self.cache.layout,
-            "tokenizer": sha256(tokenizer).hexdigest(),
+            "tokenizer": self._tokenizer_digest,
         }
+
+    @cached_property
+    def _tokenizer_digest(self) -> str:
+        pieces = map(self.tokenizer.piece, range(self.model.config.vocab_size))
+        return sha256(b"\n".join(pieces)).hexdigest()
 
     def save(self, path: str | Path, about: str = "") -> None:
         """Keep the tokens, what the cache holds of them, and ``about``, a text of the caller's, in a safetensors file.
