@@ -2,6 +2,7 @@
 
     python bench.py                          load, prefill and decode of this engine, cached and recomputed
     python bench.py --peers                  transformers beside it, on the same weights, prompts and threads
+    python bench.py --caches                 the kinds of cache: bytes, speed, error; a session restored
     python bench.py --plot docs/steps.png    time per step against position, cached and recomputed
 
 Each engine lives in a process of its own, so that load time and memory are its own, and waits while another one is
@@ -185,6 +186,132 @@ def plot(path: Path, folder: Path, last: int, rounds: int) -> None:
     figure.savefig(path, dpi=110, bbox_inches="tight")
 
 
+# ---- the kinds of cache
+
+# When to use which: what the table ends with.
+USES = {
+    "contiguous": "one conversation: the fastest",
+    "paged": "branches, samples, batches: what they share is held once",
+    "int8": "twice the context in the same memory",
+    "int4": "three times the context in the same memory",
+    "offload": "a cache larger than the device, or, in a file, than the memory",
+    "window": "models with sliding windows: holds the window alone",
+    "sinks": "chats without end: the middle is forgotten",
+    "none": "to see what a cache is for",
+}
+
+
+def text_ids(tokenizer, count: int) -> list[int]:
+    """The first tokens of an English text that every Python brings: parts of its language reference."""
+    from pydoc_data.topics import topics
+
+    longest = sorted(topics.values(), key=len, reverse=True)
+    return tokenizer.encode("\n".join(longest[:8]))[:count]
+
+
+def read_through(model, cache, ids: list[int]):
+    """logits [T - 1, vocab_size] of each token of a text but the last, 16 tokens a pass, so that nearly all of what
+    each one reads is in the cache, as in an answer."""
+    import torch
+
+    from generate import passes
+
+    return torch.cat([model.head(hidden) for hidden in passes(model, cache, ids[:-1], 16)])
+
+
+def caches(folder: Path, rounds: int, tokens: int) -> dict[str, dict]:
+    """What each kind of cache costs, how fast a step after 512 tokens is beside the contiguous kind's, and how far
+    the logits on a text of ``tokens`` are from its logits."""
+    import torch
+    from torch.nn.functional import cross_entropy
+
+    from cache import KINDS, make
+    from generate import chunk_size, passes
+    from model import Config, load
+    from tokenizer import Tokenizer
+
+    model, ids = load(folder), text_ids(Tokenizer.from_folder(folder), tokens)
+    llama_8b = Config(128256, 4096, 14336, 32, 32, 8)
+    kinds = {kind: make(kind, model.config, tokens, model.device, model.dtype) for kind in USES}
+    result = {
+        kind: {
+            "bytes_per_token": cache.bytes_per_token,
+            "bytes_per_token_8b": KINDS[kind].bytes_each(llama_8b, torch.bfloat16),
+            "use": USES[kind],
+        }
+        for kind, cache in kinds.items()
+    }
+
+    def step(cache, n: int) -> float:
+        start = perf_counter()
+        for _ in passes(model, cache, ids[:n], chunk_size(model)):
+            pass
+        return perf_counter() - start
+
+    times: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for turn in range(rounds + 1):
+        for kind, cache in kinds.items():
+            cache.truncate(0)
+            step(cache, 512)
+            steps = [step(cache, n) for n in range(513, 514 if kind == "none" else 545)]
+            times[kind] += [median(steps)] if turn else []  # the first round is a warm-up
+    target, reference = torch.tensor(ids[1:]), None
+    for kind, cache in kinds.items():
+        ratios = [a / b for a, b in zip(times["contiguous"], times[kind], strict=True)]
+        result[kind] |= {"step_ms": median(times[kind]) * 1e3, "speed": median(ratios)}
+        if kind == "none":
+            continue
+        cache.truncate(0)
+        logits = read_through(model, cache, ids)
+        loss = cross_entropy(logits, target)
+        if reference is None:
+            reference = logits, loss
+        off = (logits - reference[0]).abs()
+        perplexity = {"perplexity": loss.exp().item(), "change_percent": 100 * (loss - reference[1]).expm1().item()}
+        result[kind] |= {"mean_error": off.mean().item(), "max_error": off.max().item(), **perplexity}
+    return result
+
+
+def print_caches(result: dict[str, dict]) -> None:
+    print("| kind | bytes per token | Llama-3.1-8B | speed | logits off by: mean, most | perplexity | when to use it |")
+    print("|---|---|---|---|---|---|---|")
+    for kind, row in result.items():
+        error = f"{row['mean_error']:.3f}, {row['max_error']:.2f}" if row.get("max_error") else "0"
+        change = f"{row['change_percent']:+.2f} %" if "change_percent" in row else ""
+        sizes = f"{row['bytes_per_token']:,} | {row['bytes_per_token_8b']:,}"
+        print(f"| `{kind}` | {sizes} | {row['speed']:.2f} × | {error} | {change} | {row['use']} |")
+
+
+def restore(folder: Path, tokens: int) -> dict[str, float]:
+    """Seconds to prefill a long conversation, to save it, and to restore it from disk."""
+    from tempfile import TemporaryDirectory
+
+    from cache import make
+    from generate import Sampling, Session
+    from model import load
+    from tokenizer import Tokenizer
+
+    model, tokenizer = load(folder), Tokenizer.from_folder(folder)
+    ids = text_ids(tokenizer, tokens)
+    rooms = [make("contiguous", model.config, tokens + 1, model.device, model.dtype) for _ in range(2)]
+    sessions = [Session(model, room, tokenizer) for room in rooms]
+
+    def seconds(action) -> float:
+        start = perf_counter()
+        action()
+        return perf_counter() - start
+
+    with TemporaryDirectory() as place:
+        path = Path(place) / "session"
+        result = {
+            "tokens": len(ids),
+            "prefill_s": seconds(lambda: list(sessions[0].generate(ids, Sampling(max_tokens=1)))),
+            "save_s": seconds(lambda: sessions[0].save(path)),
+            "restore_s": seconds(lambda: sessions[1].load(path)),
+        }
+    return result | {"ratio": result["prefill_s"] / result["restore_s"]}
+
+
 def main() -> int:
     """Exit code: 0, or 2 for arguments that cannot be."""
     parser = argparse.ArgumentParser(description="Measure speed and memory, side by side in one run.")
@@ -193,6 +320,9 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="how often each is measured (default: 5)")
     parser.add_argument("--json", action="store_true", help="print the medians as one JSON object")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw time per step against position instead")
+    parser.add_argument("--caches", action="store_true", help="compare the kinds of cache instead")
+    parser.add_argument("--text", type=int, default=2048, metavar="N", help="tokens of the text they read (2048)")
+    parser.add_argument("--restore", type=int, default=8000, metavar="N", help="tokens restored from disk (8000)")
     parser.add_argument("--to", type=int, default=2048, metavar="N", help="last position of the plot (default: 2048)")
     parser.add_argument("--serve", choices=ENGINES, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -216,6 +346,15 @@ def main() -> int:
         parser.error(f"this needs a context of {needed} tokens, and there are {min(most, CONTEXT)}")
     if args.plot:
         plot(args.plot, folder, args.to, args.rounds)
+        return 0
+    if args.caches:
+        result, kept = caches(folder, args.rounds, args.text), restore(folder, args.restore)
+        if args.json:
+            print(json.dumps({"kinds": result, "restored": kept}))
+        else:
+            print_caches(result)
+            took = f"prefilled in {kept['prefill_s']:.2f} s, saved in {kept['save_s']:.2f} s"
+            print(f"{kept['tokens']} tokens: {took}, restored in {kept['restore_s']:.2f} s: {kept['ratio']:.0f} x")
         return 0
     result = table(["cached", "recomputed"] + ["transformers"] * args.peers, folder, args.rounds)
     if args.json:

@@ -195,7 +195,9 @@ class SinkCache(ContiguousCache):
     def __init__(self, config, capacity: int, device: str | torch.device, dtype: torch.dtype, sinks: int = 4):
         super().__init__(config, capacity, device, dtype)
         if not 0 <= sinks <= capacity // 2:
-            raise CacheFull(f"{sinks} sinks do not leave half of the {capacity} tokens that the cache holds")
+            raise CacheFull(
+                f"sinks are {sinks}, and must be from 0 to half of the {capacity} tokens that the cache holds"
+            )
         self.sinks = sinks
 
     @property

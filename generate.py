@@ -299,7 +299,7 @@ class Session:
                 if not held:
                     yield step
         except NotFinite:
-            self.cache.truncate(min(turn.reused_tokens, self.cache.length))
+            self.cache.truncate(self.cache.reusable(turn.reused_tokens))
             raise
         if held:
             rest = speech.finish()

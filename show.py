@@ -126,7 +126,7 @@ class Summary(Stats):
 
     def done(self, session) -> None:
         turn, cache = session.last, session.cache
-        held = f"{cache.length}/{cache.capacity} tokens, {of(cache.bytes_used, cache.bytes_reserved)}"
+        held = f"{cache.held}/{cache.capacity} tokens, {of(cache.bytes_used, cache.bytes_reserved)}"
         speed = f"{turn.decode_tok_s:.1f} tok/s, {turn.decode_bytes_s / 1e9:.1f} GB/s"
         self.say(
             f"[prompt {turn.computed_tokens} new at {turn.prefill_tok_s:.0f} tok/s + {turn.reused_tokens} reused | "

@@ -516,7 +516,7 @@ def screen(monkeypatch):
 
 def show(mode: type[showing.Stats], pieces: list[str], screen: Xterm) -> list[bool]:
     """Show an answer made of ``pieces``; whether a live line stood on the screen after each."""
-    cache = SimpleNamespace(kind="contiguous", length=9, capacity=512, bytes_used=9 * 2080, bytes_reserved=512 * 2080)
+    cache = SimpleNamespace(kind="contiguous", held=9, capacity=512, bytes_used=9 * 2080, bytes_reserved=512 * 2080)
     session = SimpleNamespace(cache=cache, last=Turn(3, 0, 1, "eos", "".join(pieces), len(pieces), 0.1, 0.1, 3))
     output, seen = showing.TextOutput(mode), []
     output.start(session)
