@@ -80,17 +80,23 @@ def _partial(q: Tensor, piece: Piece) -> tuple[Tensor, Tensor]:
     elif q.device.type == "cuda" and mask is None and q.dtype is not torch.float32:
         y, mass = aten._scaled_dot_product_flash_attention(*folded, 0.0, piece.causal)[:2]
     else:
-        q_, k, v = (x.float() for x in folded)
-        scores = q_ @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
-        if piece.causal:
-            scores = scores.masked_fill(scores.new_ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
-        scores = scores if mask is None else scores + mask
-        mass = scores.logsumexp(-1)
-        y = (scores - mass.clamp(min=-1e30)[..., None]).exp() @ v
+        y, mass = _by_hand(*folded, mask, piece.causal)
     y, mass = y.float().reshape(q.shape), mass.float().reshape(q.shape[:-1])
     if mask is not None:  # a query that sees nothing of the piece; the CPU's kernel gives it the mass of one
         mass = mass.masked_fill(mask.isinf().all(-1), -torch.inf)
     return y, mass
+
+
+def _by_hand(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
+    """What the kernels compute, for a device that has none: the scores of all queries at once."""
+    scores = q.float() @ k.float().transpose(-1, -2) / math.sqrt(q.shape[-1])
+    if causal:
+        scores = scores.masked_fill(scores.new_ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
+    if mask is not None:
+        scores = scores + mask
+    mass = scores.logsumexp(-1)
+    # Where a query sees nothing, its scores and its mass are -inf, and their difference is to be that too.
+    return (scores - mass.clamp(min=-1e30)[..., None]).exp() @ v.float(), mass
 
 
 # ---- what every kind promises

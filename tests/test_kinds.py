@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import tiny_folder
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from test_cache import CACHED, EXACT, TOKENS, logits_of, made, recomputed
@@ -17,13 +17,14 @@ from test_cache import CACHED, EXACT, TOKENS, logits_of, made, recomputed
 from cache import make
 from generate import passes
 from model import Config, Rotary, load, rotate
-from seam import CacheFull
+from seam import CacheFull, Piece, _by_hand, _fold, _partial, attention
 
 ROOT = Path(__file__).parent.parent
 SHAPE = Config(
     vocab_size=8, hidden_size=32, intermediate_size=8, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, head_dim=8,
 )  # fmt: skip
+WHOLE = [kind for kind in CACHED if kind != "sinks"]  # those that forget nothing; sinks have their own tests
 ERROR = dict.fromkeys(EXACT, 1e-5) | {"int8": 0.1, "int4": 1.5}
 
 
@@ -112,11 +113,8 @@ class Machine(RuleBasedStateMachine):
             assert self.cache.bytes_used == self.cache.length * 2 * 2 * 2 * 8 * 4
 
 
-@pytest.mark.parametrize("kind", CACHED)
+@pytest.mark.parametrize("kind", WHOLE)
 def test_any_operations_give_what_plain_lists_give(kind):
-    if kind == "sinks":
-        pytest.skip("forgets when it is full; its own test is below")
-
     class OfKind(Machine):
         pass
 
@@ -125,11 +123,9 @@ def test_any_operations_give_what_plain_lists_give(kind):
     OfKind.TestCase().runTest()
 
 
-@pytest.mark.parametrize("kind", CACHED)
+@pytest.mark.parametrize("kind", WHOLE)
 @pytest.mark.parametrize("window", [1, 5, 40])
 def test_any_operations_in_layers_with_a_window_give_what_plain_lists_give(kind, window, monkeypatch):
-    if kind == "sinks":
-        pytest.skip("forgets when it is full; its own test is below")
     monkeypatch.setattr("cache.WindowCache.SLACK", 9)
 
     class OfKind(Machine):
@@ -138,6 +134,37 @@ def test_any_operations_in_layers_with_a_window_give_what_plain_lists_give(kind,
     OfKind.kind, OfKind.config = kind, replace(SHAPE, windows=(window, None))
     OfKind.TestCase.settings = settings(max_examples=6, stateful_step_count=20, deadline=None)
     OfKind.TestCase().runTest()
+
+
+# ---- attention in pieces
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_attention_over_pieces_is_attention_over_the_whole_by_the_kernel_and_by_hand(data):
+    """Also where a query sees nothing of a piece, and where scores are so large that exp alone would overflow."""
+    tokens, cuts = data.draw(st.integers(1, 9)), sorted(data.draw(st.sets(st.integers(1, 39), max_size=4)))
+    random = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    q = torch.randn(tokens, 4, 8, generator=random) * data.draw(st.sampled_from([1, 200]))
+    k, v = torch.randn(2, 2, 40, 8, generator=random)
+    hidden = torch.rand(tokens, 40, generator=random) < data.draw(st.sampled_from([0, 0.5, 0.97]))
+    hidden[:, 0] = False  # the first piece has something for every query
+    mask = torch.zeros(tokens, 40).masked_fill(hidden, -torch.inf)
+    ends = [0, *cuts, 40]
+    pieces = [Piece(k[:, a:b], v[:, a:b], mask[:, a:b]) for a, b in zip(ends, ends[1:], strict=False)]
+    whole = attention(q, [Piece(k, v, mask)])
+    torch.testing.assert_close(attention(q, pieces), whole, atol=1e-5, rtol=0)
+    grouped = q.unflatten(1, (2, -1)).permute(1, 2, 0, 3)
+    for piece in pieces:
+        for a, b in zip(_partial(grouped, piece), _by_hand(*_fold(grouped, piece), piece.mask, False), strict=True):
+            torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-5)
+
+
+def test_causal_attention_by_hand_is_the_kernels():
+    q, k, v = torch.randn(2, 2, 7, 8), torch.randn(2, 7, 8), torch.randn(2, 7, 8)
+    piece = Piece(k, v, causal=True)
+    for a, b in zip(_partial(q, piece), _by_hand(*_fold(q, piece), None, True), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
 
 
 # ---- window
