@@ -98,6 +98,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         help="how K and V are kept; none recomputes everything at each step (default: contiguous)",
     )
     add("--cache-dir", type=Path, metavar="DIR", help="with --cache offload: keep the cache in a file there")
+    add("--draft", metavar="lookup|DIR", help="guess ahead: by what was said, or by a smaller model")
     add("--sinks", type=int, metavar="N", help="a chat without end: keep the first N tokens and the recent ones")
     add(
         "--on-full",
@@ -189,9 +190,28 @@ def open_session(args: argparse.Namespace, name: str | None = None):
     kind, options = cache_of(args)
     kept = cache.make(kind, llama.config, context, device, llama.dtype, **options)
     session = (VerifyingSession if args.verify else Session)(llama, kept, tokenizer)
+    if args.draft is not None:
+        session.drafts = drafts_of(args, session)
     if context > most:
         note(f"--ctx-size {context} is more than the {most} tokens that the model was made for")
     return session
+
+
+def drafts_of(args: argparse.Namespace, session):
+    """What --draft asks for. Raises one of ``user_errors``."""
+    import cache
+    import model
+    from generate import Session
+    from speculate import DraftModel, Lookup
+
+    if args.draft == "lookup":
+        return Lookup()
+    small = model.load(model_folder(args.draft, args.offline), session.model.device)
+    ours, theirs = session.model.config.vocab_size, small.config.vocab_size
+    if ours != theirs:
+        raise ChatError(f"--draft {args.draft}: its vocabulary has {theirs} tokens and the model's {ours}")
+    room = cache.make("contiguous", small.config, session.cache.capacity, small.device, small.dtype)
+    return DraftModel(Session(small, room, session.tokenizer))
 
 
 def cache_of(args: argparse.Namespace) -> tuple[str, dict]:

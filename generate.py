@@ -221,7 +221,7 @@ class Turn:
     prefill_s: float = 0.0
     decode_s: float = 0.0
     computed_tokens: int = 0
-    decode_passes: int = field(default=0, repr=False)
+    decode_tokens: int = field(default=0, repr=False)
     decode_bytes: int = field(default=0, repr=False)
 
     @property
@@ -231,25 +231,43 @@ class Turn:
 
     @property
     def decode_tok_s(self) -> float:
-        """Passes per second after the prompt; the first token comes from the prompt's own pass and is not among
+        """Tokens per second after the prompt; the first one comes from the prompt's own pass and is not among
         them."""
-        return self.decode_passes / self.decode_s if self.decode_passes else 0.0
+        return self.decode_tokens / self.decode_s if self.decode_tokens else 0.0
 
     @property
     def decode_bytes_s(self) -> float:
         """Achieved bandwidth: bytes of weights and cache that the passes after the prompt read, per second."""
-        return self.decode_bytes / self.decode_s if self.decode_passes else 0.0
+        return self.decode_bytes / self.decode_s if self.decode_tokens else 0.0
+
+
+class Drafts:
+    """Guesses at the next tokens, which one pass can judge; this one has none. speculate.py has others."""
+
+    def begin(self, tokens: list[int]) -> None:
+        """An answer begins after ``tokens``."""
+
+    def propose(self, tokens: list[int], most: int) -> list[int]:
+        """What may follow ``tokens``, at most ``most`` tokens."""
+        return []
+
+    def judge(self, proposed: int, accepted: int) -> None:
+        """How many of the tokens proposed came true, from the first on."""
 
 
 class Session:
     """One conversation over one cache. ``last`` is the Turn of the answer under way, or of the latest; ``on_pass`` is
-    called after each pass over the prompt, when ``last.computed_tokens`` has grown."""
+    called after each pass over the prompt, when ``last.computed_tokens`` has grown; ``drafts`` may guess ahead.
+
+    While the tokens of one pass are handed out, the cache is ahead of ``tokens`` by those that are to come.
+    """
 
     def __init__(self, model: Llama, cache: KVCache, tokenizer: Tokenizer):
         self.model, self.cache, self.tokenizer = model, cache, tokenizer
         self.tokens: list[int] = []
         self.last: Turn | None = None
         self.on_pass: Callable[[], None] = lambda: None
+        self.drafts = Drafts()
         self._chunk, self._weights = chunk_size(model), model.bytes_per_step
         self.interrupted = False
 
@@ -312,48 +330,67 @@ class Session:
         room = self.cache.longest - len(self.tokens)
         limit = room if sampling.max_tokens is None else min(room, sampling.max_tokens)
         sampler = Sampler(sampling, turn.seed, self.tokens, self.model.config.vocab_size, self.model.device)
-        for n in range(limit):
-            if self.last is not turn:
-                return  # another answer has begun, and the cache is its own
+        self.drafts.begin(self.tokens)
+        done = 0
+        while done < limit and self.last is turn:
             start = perf_counter()
+            draft = self.drafts.propose(self.tokens, limit - done - 1) if done else []
             try:
-                logits = self._logits()
+                logits = self._logits(draft)
             except _Interrupted:
                 return
             except CacheFull:  # of pages that other sequences hold too
-                if n == 0:
+                if not done:
                     raise
                 turn.stop = "context"
                 return
-            if n == 0:
+            if not done:
                 synchronize(self.model.device)  # once a turn, so that prefill and decode are timed apart
                 turn.computed_tokens = turn.prompt_tokens - turn.reused_tokens
                 turn.prefill_s, start = perf_counter() - start, perf_counter()
-            token = sampler(logits[0])
+            tokens = self._drawn(sampler, logits, draft)
             seconds = perf_counter() - start
             turn.decode_s += seconds
-            if n > 0:
-                turn.decode_passes += 1
+            if done:
+                turn.decode_tokens += len(tokens)
                 turn.decode_bytes += self._weights + self.cache.bytes_used
-            if token in self.tokenizer.stop_ids:
-                turn.stop = "eos"
-                return
-            self.tokens.append(token)
-            yield self._step(token, logits, seconds)
-        turn.stop = "length" if limit == sampling.max_tokens else "context"
+            for token, row in zip(tokens, logits, strict=False):
+                if self.last is not turn:  # another answer has begun, and the cache is its own
+                    return
+                if token in self.tokenizer.stop_ids:
+                    turn.stop = "eos"
+                    return
+                self.tokens.append(token)
+                done += 1
+                yield self._step(token, row[None], seconds / len(tokens))
+        if done == limit:
+            turn.stop = "length" if limit == sampling.max_tokens else "context"
 
-    def _logits(self) -> Tensor:
-        """logits [1, V] after all tokens; computes what the cache does not hold. Raises _Interrupted between two
-        passes."""
+    def _drawn(self, sampler: Sampler, logits: Tensor, draft: list[int]) -> list[int]:
+        """The tokens that the rows of logits draw, as far as the draft says the same: behind another token, what was
+        computed is void, and the cache forgets it."""
+        tokens = []
+        for row, drafted in zip(logits, [*draft, None], strict=True):
+            tokens.append(sampler(row))
+            if tokens[-1] != drafted or drafted in self.tokenizer.stop_ids:
+                break
+        if draft:
+            self.drafts.judge(len(draft), len(tokens) - 1)
+            self.cache.truncate(self.cache.reusable(len(self.tokens) + len(tokens) - 1))
+        return tokens
+
+    def _logits(self, draft: list[int]) -> Tensor:
+        """logits [1 + len(draft), V] after all tokens and after each of the draft; computes what the cache does not
+        hold. Raises _Interrupted between two passes."""
         turn, start = self.last, perf_counter()
-        for hidden in passes(self.model, self.cache, self.tokens, self._chunk):
+        for hidden in passes(self.model, self.cache, self.tokens + draft, self._chunk):
             if not turn.generated_tokens:
                 turn.computed_tokens = max(0, self.cache.length - turn.reused_tokens)
                 turn.prefill_s = perf_counter() - start
                 self.on_pass()
             if self.interrupted:
                 raise _Interrupted
-            last = hidden[-1:]
+            last = hidden[-1 - len(draft) :]
         return self.model.head(last)
 
     def _step(self, token: int, logits: Tensor, seconds: float) -> Step:

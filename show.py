@@ -151,7 +151,7 @@ class EachStep(Summary):
         held = (
             f"{step.cache_tokens:>5}/{cache.capacity} tokens {step.cache_bytes:>11,} of {cache.bytes_reserved:,} bytes"
         )
-        rate = f"{session.last.decode_tok_s:6.1f} tok/s" if session.last.decode_passes else "   (prefill)"
+        rate = f"{session.last.decode_tok_s:6.1f} tok/s" if session.last.decode_tokens else "   (prefill)"
         speed = f"{step.seconds * 1e3:7.1f} ms {rate}{verified(step)}"
         text = json.dumps(step.text, ensure_ascii=False)
         self.say(f"{self.count:>4} {held} {speed}  {step.token:>6} {text}")

@@ -155,7 +155,7 @@ def test_the_penalty_moves_an_answer_away_from_what_was_said(session):
 
 def test_draws_follow_the_probabilities(session, monkeypatch):
     """4,000 draws from p = .6095 .2242 .1360 .0303: each count within 5 standard deviations."""
-    monkeypatch.setattr(Session, "_logits", lambda self: LOGITS[None])
+    monkeypatch.setattr(Session, "_logits", lambda self, draft: LOGITS[None])
     object.__setattr__(session.model.config, "vocab_size", 259)
     session.tokenizer.stop_ids = set()
     session.cache.capacity = 5000
