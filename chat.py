@@ -10,22 +10,33 @@ is quick.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import sys
-import textwrap
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
-STATS = ("off", "summary", "live", "step")
+from conversation import ON_FULL, OPTIONS, Conversation, strings
+from repl import Repl
+from show import (
+    ENDINGS,
+    MODES,
+    ChatError,
+    JsonOutput,
+    MarkdownOutput,
+    TextOutput,
+    escapes_work,
+    note,
+    one_line,
+    size,
+    stats_for,
+    unit_for,
+    user_errors,
+)
+
 CACHES = ("contiguous", "none")
-
-
-class ChatError(Exception):
-    """Something that the user must mend, in one line."""
 
 
 # ---- arguments
@@ -74,20 +85,12 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         metavar="N",
         help="most tokens of prompt and answers (default: 4096, or the model's)",
     )
-    add("-n", "--max-tokens", type=int, metavar="N", help="most tokens of an answer (default: what the context leaves)")
-    add("--temp", type=float, metavar="X", help="temperature; 0 is greedy (default: 0.7)")
-    add("--top-k", type=int, metavar="N", help="only the N likeliest tokens (default: 0, all)")
-    add("--top-p", type=float, metavar="X", help="only the likeliest tokens that make up X together (default: 1, all)")
-    add(
-        "--min-p",
-        type=float,
-        metavar="X",
-        help="only tokens at least X times as likely as the likeliest (default: 0, all)",
-    )
-    add("--repeat-penalty", type=float, metavar="X", help="make tokens that stood before less likely (default: 1, not)")
-    add("--seed", type=int, metavar="N", help="the same seed gives the same answer (default: a new one each time)")
+    for name, option in OPTIONS.items():
+        flags = ("-n", f"--{name}") if name == "max-tokens" else (f"--{name}",)
+        more = "; may be given several times" if option.read is strings else ""
+        action = "extend" if more else "store"
+        add(*flags, action=action, type=option.read, metavar=option.metavar, help=option.help + more)
     add("--system", metavar="TEXT", help="the system message")
-    add("--stop", action="append", metavar="STR", help="end the answer before STR; may be given several times")
     add("--raw", action="store_true", help="no chat template: the model goes on from the text")
     add(
         "--cache",
@@ -95,7 +98,17 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         default="contiguous",
         help="none recomputes everything at each step (default: contiguous)",
     )
-    add("--stats", choices=STATS, help="what is shown of cache and speed (default: live on a terminal, else summary)")
+    add(
+        "--on-full",
+        choices=ON_FULL,
+        default="stop",
+        help="when the context is full: stop, or drop the oldest turns and go on (default: stop)",
+    )
+    add("--load", metavar="NAME", help="go on with a conversation that was kept; last is the one before")
+    add("--interactive", action="store_true", help="talk on after -p")
+    add("--vi", action="store_true", help="edit messages with vi's keys")
+    add("--markdown", action="store_true", help="show an answer when it is finished, its Markdown rendered")
+    add("--stats", choices=MODES, help="what is shown of cache and speed (default: live on a terminal, else summary)")
     add("--json", action="store_true", help="one JSON object per event on stdout")
     add("--verify", action="store_true", help="recompute each step without the cache, and show the largest difference")
     add("--list", action="store_true", help="print the models that are here: in weights/ and in the Hugging Face cache")
@@ -125,11 +138,10 @@ def sampling_of(args: argparse.Namespace):
     """The Sampling that the options ask for. Raises ChatError for a value out of range."""
     from generate import Sampling
 
-    names = {"temp": "temperature", "stop": "stop"}
-    options = ("temp", "top_k", "top_p", "min_p", "repeat_penalty", "seed", "max_tokens", "stop")
-    given = {names.get(name, name): getattr(args, name) for name in options if getattr(args, name) is not None}
+    given = {option.field: getattr(args, name.replace("-", "_")) for name, option in OPTIONS.items()}
+    given = {field: value for field, value in given.items() if value is not None}
     try:
-        return Sampling(**{**given, "stop": tuple(given.get("stop", ()))})
+        return Sampling(**given | {"stop": tuple(given.get("stop", ()))})
     except ValueError as error:
         raise ChatError(str(error)) from None
 
@@ -137,11 +149,11 @@ def sampling_of(args: argparse.Namespace):
 # ---- the engine
 
 
-def model_folder(args: argparse.Namespace) -> Path:
-    """The folder that --model names, or the default one; fetched if need be. Raises GetError."""
+def model_folder(name: str | None, offline: bool) -> Path:
+    """The folder of a model's name, None being the default one; fetched if need be. Raises GetError."""
     from weights import get
 
-    return get.default_model(args.offline) if args.model is None else get.resolve(args.model, args.offline)
+    return get.default_model(offline) if name is None else get.resolve(name, offline)
 
 
 def device_of(name: str):
@@ -156,15 +168,20 @@ def device_of(name: str):
     return torch.device(name)
 
 
-def open_session(args: argparse.Namespace):
-    """Load what the options name, and return the Session over it. Raises one of ``user_errors``."""
+def open_session(args: argparse.Namespace, name: str | None = None):
+    """Load the model of a name, or the one that the options name, and return a Session over it. Raises one of
+    ``user_errors``."""
     import cache
     import model
     from generate import Session, VerifyingSession
     from tokenizer import Tokenizer
 
-    folder, device = model_folder(args), device_of(args.device)
+    folder, device = model_folder(name or args.model, args.offline), device_of(args.device)
     tokenizer = Tokenizer.from_folder(folder)
+    if args.raw:
+        tokenizer.strips_first_space = False  # the answer goes on from a text, and does not begin one
+    elif not tokenizer.has_template:
+        note("this model has no chat template and gets plain User: … Assistant: …; --raw goes on from your text alone")
     llama = model.load(folder, device, None if args.dtype == "auto" else model.DTYPES[args.dtype])
     most = llama.config.max_position_embeddings
     context = args.ctx_size or min(4096, most)  # a modest part of what the model was made for
@@ -180,7 +197,7 @@ def plan(args: argparse.Namespace) -> None:
     from cache import KINDS, free_memory
     from model import DTYPES, Config, Llama, name_of
 
-    folder, device = model_folder(args), device_of(args.device)
+    folder, device = model_folder(args.model, args.offline), device_of(args.device)
     config = Config.from_folder(folder)
     dtype = DTYPES.get(args.dtype) or config.dtype or DTYPES["float32"]
     most = args.ctx_size or config.max_position_embeddings
@@ -262,497 +279,7 @@ def model_folders() -> dict[str, Path]:
     return folders
 
 
-def size(count: int) -> str:
-    """Bytes for people and for scripts: rounded, then exact."""
-    unit, name = unit_for(count)
-    return f"{f'{count / unit:.4g} {name}':>10}  {count} bytes"
-
-
-def unit_for(count: int) -> tuple[int, str]:
-    """The largest unit that ``count`` bytes fill at least once."""
-    power = min(max(count.bit_length() - 1, 0) // 10, 4)
-    return 2 ** (10 * power), ("B", "KiB", "MiB", "GiB", "TiB")[power]
-
-
-# ---- output
-
-# Control characters in a model's text could move the cursor, rename the window or worse; a terminal gets their names
-# instead.
-CONTROL = {code: f"\\x{code:02x}" for code in [*range(0x20), *range(0x7F, 0xA0)] if chr(code) not in "\n\t"}
-
-
-def note(text: str) -> None:
-    """One line to the person, never to stdout."""
-    with suppress(OSError):  # there is no better place to say that stderr is full or gone
-        print(f"chat: {one_line(' '.join(text.split()))}", file=sys.stderr, flush=True)
-
-
-def one_line(text: str) -> str:
-    """Text from a file, or a folder's name, as a terminal may show it."""
-    return text.replace("\n", " ").translate(CONTROL)
-
-
-def escapes_work(stream) -> bool:
-    return stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb"
-
-
-def of(used: int, reserved: int) -> str:
-    unit, name = unit_for(reserved)
-    return f"{used / unit:.1f} of {reserved / unit:.1f} {name}"
-
-
-class Stats:
-    """Says nothing of cache and speed; the base of those that do. Each answer has its own."""
-
-    def __init__(self):
-        coloured = escapes_work(sys.stderr) and not os.environ.get("NO_COLOR")
-        self.dim, self.plain = ("\x1b[2m", "\x1b[0m") if coloured else ("", "")
-
-    @property
-    def keeps_text(self) -> bool:
-        """Whether the text is shown at the end of the answer, and not as it comes."""
-        return False
-
-    def say(self, line: str) -> None:
-        if sys.stderr.isatty():
-            line = textwrap.fill(line, os.get_terminal_size(sys.stderr.fileno()).columns or 80)
-        print(f"{self.dim}{line.translate(CONTROL)}{self.plain}", file=sys.stderr, flush=True)
-
-    def before_text(self) -> None:
-        """Called before a step's text is written."""
-
-    def after_text(self, session, step) -> None:
-        """Called after a step's text was written."""
-
-    def done(self, session) -> None:
-        """Called at the end of an answer."""
-
-
-class Summary(Stats):
-    """One line after each answer."""
-
-    def done(self, session) -> None:
-        turn, cache = session.last, session.cache
-        held = f"{cache.length}/{cache.capacity} tokens, {of(cache.bytes_used, cache.bytes_reserved)}"
-        speed = f"{turn.decode_tok_s:.1f} tok/s, {turn.decode_bytes_s / 1e9:.1f} GB/s"
-        self.say(
-            f"[prompt {turn.computed_tokens} new at {turn.prefill_tok_s:.0f} tok/s + {turn.reused_tokens} reused | "
-            f"answer {turn.generated_tokens} at {speed} | cache {cache.kind} {held} | {turn.stop} | seed {turn.seed}]"
-        )
-
-
-class EachStep(Summary):
-    """A line for each step, with its text."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    @property
-    def keeps_text(self) -> bool:
-        return sys.stdout.isatty() and sys.stderr.isatty()  # where it would stand between the lines
-
-    def after_text(self, session, step) -> None:
-        self.count += 1
-        cache = session.cache
-        held = (
-            f"{step.cache_tokens:>5}/{cache.capacity} tokens {step.cache_bytes:>11,} of {cache.bytes_reserved:,} bytes"
-        )
-        rate = f"{session.last.decode_tok_s:6.1f} tok/s" if session.last.decode_passes else "   (prefill)"
-        speed = f"{step.seconds * 1e3:7.1f} ms {rate}{verified(step)}"
-        text = json.dumps(step.text, ensure_ascii=False)
-        self.say(f"{self.count:>4} {held} {speed}  {step.token:>6} {text}")
-
-
-class Live(Summary):
-    """A line below the text, written anew at each step."""
-
-    def __init__(self):
-        super().__init__()
-        self.column = 0  # of the cursor, behind the text; None when a resize has moved it, until the next line
-        self.columns = 0
-        self.erase = ""  # what takes the line away, while there is one
-
-    def before_text(self) -> None:
-        # The line goes first, since the text may run over it.
-        self._write(self.erase)
-        self.erase = ""
-
-    def after_text(self, session, step) -> None:
-        cache, columns = session.cache, os.get_terminal_size(sys.stderr.fileno()).columns or 80
-        held = f"{step.cache_tokens}/{cache.capacity} tokens, {of(step.cache_bytes, cache.bytes_reserved)}"
-        line = f"[cache {held} | {session.last.decode_tok_s:.1f} tok/s{verified(step)}]"[: columns - 1]
-        line = f"{self.dim}{line}{self.plain}"
-        if not sys.stdout.isatty():
-            self._write(f"\r{line}")
-            self.erase = "\r\x1b[K"
-        elif self._move(step.text.translate(CONTROL), columns):
-            # Make room below (index down, up again), then remember the place, write the line and return.
-            self._write(f"\x1bD\x1b[A\x1b7\x1b[B\r{line}\x1b8")
-            self.erase = "\x1b[J"
-
-    def _move(self, text: str, columns: int) -> bool:
-        """Follow the cursor over the text. False in the last column: to move or to erase there would lose the wrap
-        that is due, or the character."""
-        from prompt_toolkit.utils import get_cwidth
-
-        if self.columns not in (0, columns):
-            self.column = None
-        self.columns = columns
-        if self.column is None and "\n" in text:
-            self.column, text = 0, text.rpartition("\n")[2]
-        if self.column is None:
-            return False
-        for character in text:
-            width = get_cwidth(character)
-            if character == "\n":
-                self.column = 0
-            elif character == "\t":
-                self.column = max(self.column, min(columns - 1, self.column // 8 * 8 + 8))
-            else:
-                self.column = width if self.column + width > columns else self.column + width
-        return self.column < columns
-
-    def _write(self, text: str) -> None:
-        sys.stderr.write(text)
-        sys.stderr.flush()
-
-
-def verified(step) -> str:
-    if step.max_abs_diff is None:
-        return ""
-    return f" | off by {step.max_abs_diff:.2g}" + ("" if step.argmax_equal else ", ANOTHER TOKEN")
-
-
-MODES: dict[str, type[Stats]] = {"off": Stats, "summary": Summary, "live": Live, "step": EachStep}
-
-
-def stats_for(mode: str | None) -> type[Stats]:
-    """The stats that a mode names; by default live on a terminal, and summary where a line cannot be rewritten."""
-    if mode is None or mode == "live":
-        mode = "live" if escapes_work(sys.stderr) else "summary"
-    return MODES[mode]
-
-
-class TextOutput:
-    """The answer on stdout as it comes, and the stats on stderr."""
-
-    def __init__(self, mode: type[Stats]):
-        self.mode, self.stats = mode, mode()
-
-    def start(self, session) -> None:
-        self.stats, self.differences, self.shown = self.mode(), [], ""
-
-    def step(self, session, step) -> None:
-        if not self.stats.keeps_text:
-            self.stats.before_text()
-            self.write(step.text)
-        self.stats.after_text(session, step)
-        self.differences += [] if step.max_abs_diff is None else [(step.max_abs_diff, step.argmax_equal)]
-
-    def stop(self) -> None:
-        """End the line under way, also when the answer broke off."""
-        self.stats.before_text()
-        if self.shown and self.shown[-1] != "\n":
-            self.write("\n")
-
-    def done(self, session) -> None:
-        if self.stats.keeps_text:
-            self.write(session.last.text)
-        self.stop()
-        self.stats.done(session)
-        if self.differences:
-            differences, equal = zip(*self.differences, strict=True)
-            same = f"{sum(equal)} of {len(equal)} steps choose the same token"
-            note(f"verified against a recompute of the prefix: logits differ by at most {max(differences):.2g}, {same}")
-
-    def write(self, text: str) -> None:
-        self.shown = text or self.shown
-        sys.stdout.write(text.translate(CONTROL) if sys.stdout.isatty() else text)
-        sys.stdout.flush()
-
-
-class JsonOutput:
-    """JSON Lines on stdout: start, a step for each token, done."""
-
-    def start(self, session) -> None:
-        self.count = 0
-        cache = {
-            name: getattr(session.cache, name) for name in ("kind", "capacity", "bytes_per_token", "bytes_reserved")
-        }
-        turn = pick(session.last, "prompt_tokens", "reused_tokens", "seed")
-        self.write({"event": "start", "model": session.model.name, **turn, "cache": cache})
-
-    def step(self, session, step) -> None:
-        self.count += 1
-        known = {"event": "step", "n": self.count, **pick(step, "token", "text", "cache_tokens", "cache_bytes")}
-        checks = {} if step.max_abs_diff is None else pick(step, "max_abs_diff", "argmax_equal")
-        self.write({**known, "ms": round(step.seconds * 1e3, 3), **checks})
-
-    def stop(self) -> None:
-        """Every line is whole."""
-
-    def done(self, session) -> None:
-        counts = ("stop", "text", "prompt_tokens", "reused_tokens", "generated_tokens")
-        speeds = ("prefill_s", "decode_s", "prefill_tok_s", "decode_tok_s")
-        rounded = {name: round(value, 6) for name, value in pick(session.last, *speeds).items()}
-        self.write({"event": "done", **pick(session.last, *counts), **rounded})
-
-    def write(self, event: dict) -> None:
-        print(json.dumps(event), flush=True)
-
-
-def pick(thing, *names: str) -> dict:
-    return {name: getattr(thing, name) for name in names}
-
-
-# ---- conversation
-
-
-class Conversation:
-    """The messages so far, and their ids as the model is to read them."""
-
-    def __init__(self, tokenizer, system: str | None, raw: bool):
-        self.tokenizer, self.raw = tokenizer, raw
-        self.first = [{"role": "system", "content": system}] if system else []
-        self.messages = list(self.first)
-
-    def clear(self) -> None:
-        self.messages = list(self.first)
-
-    def ids(self) -> list[int]:
-        """Raises TokenizerError when the chat template refuses the messages."""
-        if self.raw:
-            return self.tokenizer.encode("".join(message["content"] for message in self.messages))
-        return self.tokenizer.chat(self.messages)
-
-
-@contextmanager
-def interruptible(session) -> Iterator[None]:
-    """Ctrl-C ends the answer with the pass under way; a second one does not wait for that: KeyboardInterrupt."""
-
-    def on_interrupt(signum, frame):
-        if session.interrupted:
-            raise KeyboardInterrupt
-        session.interrupt()
-
-    before = signal.signal(signal.SIGINT, on_interrupt)
-    try:
-        with no_echo():
-            yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-@contextmanager
-def no_echo() -> Iterator[None]:
-    """Keys typed during an answer wait for the prompt and do not show inside the text."""
-    try:
-        import termios
-
-        terminal = sys.stdin.fileno()
-        before = termios.tcgetattr(terminal)
-    except (ImportError, AttributeError, OSError, ValueError, termios.error):  # no terminal, or Windows
-        yield
-        return
-    silent = [*before[:3], before[3] & ~termios.ECHO, *before[4:]]
-    termios.tcsetattr(terminal, termios.TCSANOW, silent)
-    try:
-        yield
-    finally:
-        termios.tcsetattr(terminal, termios.TCSANOW, before)
-
-
-def answer(session, conversation: Conversation, text: str, sampling, output) -> None:
-    """Say ``text``, show the answer, and keep both; a message without an answer is not kept.
-
-    Raises one of ``user_errors``, and KeyboardInterrupt when Ctrl-C comes twice or before the answer begins.
-    """
-    conversation.messages.append({"role": "user", "content": text})
-    try:
-        show(session, conversation.ids(), sampling, output)
-    except BaseException:
-        conversation.messages.pop()
-        raise
-    turn = session.last
-    if turn.stop == "interrupt" and not turn.generated_tokens:
-        conversation.messages.pop()
-    else:
-        conversation.messages.append({"role": "assistant", "content": turn.text})
-    if turn.stop == "context":
-        more = "/clear starts anew, and a larger --ctx-size holds more"
-        note(f"the context of {session.cache.capacity} tokens is full; {more}")
-
-
-def show(session, ids: list[int], sampling, output) -> None:
-    """Generate the answer to ``ids`` and show it as it comes."""
-    try:
-        steps = session.generate(ids, sampling)
-    except ValueError as error:  # a tokenizer that is not the model's
-        raise ChatError(str(error)) from None
-    output.start(session)
-    try:
-        with interruptible(session):
-            for step in steps:
-                output.step(session, step)
-    finally:
-        output.stop()
-    output.done(session)
-
-
-# ---- REPL
-
-
-@dataclass(frozen=True)
-class Command:
-    arguments: str
-    help: str
-    run: Callable[[Repl, str], None]
-
-
-class Repl:
-    """Reads messages and commands until Ctrl-D."""
-
-    def __init__(self, session, conversation: Conversation, sampling, output: TextOutput):
-        self.session, self.conversation, self.sampling, self.output = session, conversation, sampling, output
-        self.over = False
-        self.pasted = ""  # what was pasted into an empty line
-
-    def run(self) -> None:
-        """Read and answer until /quit or Ctrl-D."""
-        cache, model = self.session.cache, self.session.model
-        note(
-            f"{model.name}, {str(model.dtype).removeprefix('torch.')} on {model.device.type}; "
-            f"context {cache.capacity} tokens, {cache.bytes_per_token:,} bytes of cache each; /help lists the commands"
-        )
-        read = self._prompt()
-        while not self.over:
-            try:
-                self.pasted = ""
-                self._take(read())
-            except KeyboardInterrupt:
-                continue
-            except EOFError:
-                break
-
-    def _take(self, text: str) -> None:
-        # A command is a whole line that was typed; a paste is a message, whatever its lines say.
-        pasted = self.pasted and text.startswith(self.pasted)
-        if text.startswith("/") and "\n" not in text and not pasted:
-            name, _, argument = text[1:].strip().partition(" ")
-            if name in COMMANDS:
-                COMMANDS[name].run(self, argument.strip())
-            else:
-                note(f"no command /{name}; /help lists them")
-        elif text.strip():
-            try:
-                with bracketed_paste():
-                    answer(self.session, self.conversation, text, self.sampling, self.output)
-            except user_errors() as error:
-                note(str(error))
-
-    def _prompt(self) -> Callable[[], str]:
-        """What reads a message: with editing and history, where the terminal can."""
-        if not escapes_work(sys.stdout):
-            sys.stdin.reconfigure(errors="replace")
-            return lambda: input("> ")
-        from prompt_toolkit import PromptSession
-        from prompt_toolkit.history import FileHistory, InMemoryHistory
-        from prompt_toolkit.key_binding import KeyBindings
-        from prompt_toolkit.keys import Keys
-
-        bindings = KeyBindings()
-
-        @bindings.add("escape", "enter")
-        def _(event):
-            event.current_buffer.insert_text("\n")
-
-        @bindings.add(Keys.BracketedPaste)
-        def _(event):
-            buffer, text = event.current_buffer, event.data.replace("\r\n", "\n").replace("\r", "\n")
-            if not buffer.document.text_before_cursor:
-                self.pasted = text
-            buffer.insert_text(text)
-
-        class History(FileHistory):
-            def store_string(self, string: str) -> None:
-                with suppress(OSError):  # a full disk is no reason to stop talking
-                    super().store_string(string.encode("utf-8", "replace").decode())
-
-        try:
-            history = History(private_file(state_folder() / "history"))
-        except (OSError, RuntimeError) as error:  # the latter from a person without a home
-            note(f"messages are not kept from one run to the next: {error}")
-            history = InMemoryHistory()
-        return PromptSession("> ", history=history, key_bindings=bindings).prompt
-
-    # ---- commands
-
-    def help(self, argument: str) -> None:
-        for name, command in COMMANDS.items():
-            print(f"/{name + ' ' + command.arguments:<30} {command.help}")
-        print(f"{'Alt+Enter':<31} a new line in the message")
-        print(f"{'Ctrl-C, Ctrl-D':<31} end the answer, leave")
-
-    def clear(self, argument: str) -> None:
-        self.conversation.clear()
-        note("the conversation is empty; a system message stays")
-
-    def set_stats(self, argument: str) -> None:
-        if argument not in MODES:
-            note(f"/stats takes one of {', '.join(MODES)}")
-            return
-        self.output.mode = stats_for(argument)
-
-    def quit(self, argument: str) -> None:
-        self.over = True
-
-
-COMMANDS = {
-    "help": Command("", "this list", Repl.help),
-    "clear": Command("", "forget the conversation, but for the system message", Repl.clear),
-    "stats": Command("|".join(MODES), "what is shown of cache and speed", Repl.set_stats),
-    "quit": Command("", "leave, as Ctrl-D does", Repl.quit),
-}
-
-
-@contextmanager
-def bracketed_paste() -> Iterator[None]:
-    """What is pasted during an answer stays marked as a paste, as the prompt has it, and is not read as typed
-    lines."""
-    on, off = ("\x1b[?2004h", "\x1b[?2004l") if escapes_work(sys.stdout) else ("", "")
-    print(on, end="", flush=True)
-    try:
-        yield
-    finally:
-        print(off, end="", flush=True)
-
-
-def state_folder() -> Path:
-    """Where what outlives a run is kept. Raises RuntimeError when there is no home folder."""
-    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(base) / "kv-chat"
-
-
-def private_file(path: Path) -> Path:
-    """The path of a file, made if need be, that nobody else may read from its first instant. Raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
-    return path
-
-
 # ---- main
-
-
-def user_errors() -> tuple[type[Exception], ...]:
-    """What a person can cause and mend, each with a text of one line."""
-    from cache import CacheFull
-    from generate import NotFinite
-    from model import ModelError
-    from tokenizer import TokenizerError
-    from weights.get import GetError
-
-    return ChatError, CacheFull, NotFinite, ModelError, TokenizerError, GetError
 
 
 def run(argv: list[str] | None) -> int:
@@ -765,37 +292,69 @@ def run(argv: list[str] | None) -> int:
         plan(args)
         return 0
     text = prompt_text(args)
-    if text is None and args.json:
-        raise ChatError("--json needs -p TEXT or piped stdin")
+    talks = text is None or args.interactive
+    if talks and args.json:
+        raise ChatError("--json needs -p TEXT or piped stdin, and no --interactive")
     if args.raw and args.system:
         raise ChatError("--system needs the chat template that --raw leaves out")
-    sampling = sampling_of(args)
-    session = open_session(args)
-    if args.raw:
-        session.tokenizer.strips_first_space = False  # the answer goes on from a text, and does not begin one
-    conversation = Conversation(session.tokenizer, args.system, args.raw)
-    if not args.raw and not session.tokenizer.has_template:
-        from tokenizer import PLAIN_STOP
-
-        note("this model has no chat template and gets plain User: … Assistant: …; --raw goes on from your text alone")
-        sampling = replace(sampling, stop=(*sampling.stop, PLAIN_STOP))
-    output = JsonOutput() if args.json else TextOutput(stats_for(args.stats))
-    if text is None:
-        Repl(session, conversation, sampling, output).run()
+    if talks and not sys.stdin.isatty():
+        read_from_terminal()
+    sampling, session = sampling_of(args), open_session(args)
+    conversation = Conversation(session, sampling, output_for(args), args.system, args.raw, args.on_full)
+    if talks:
+        Repl(conversation, lambda name: open_session(args, name), args.vi).run(args.load, text)
         return 0
-    answer(session, conversation, text, sampling, output)
+    if args.load:
+        conversation.load(args.load)
+    conversation.say(text)
     return 130 if session.last.stop == "interrupt" else 0
+
+
+def output_for(args: argparse.Namespace):
+    """What shows the answers."""
+    if args.json:
+        return JsonOutput()
+    rendered = args.markdown and escapes_work(sys.stdout)
+    return (MarkdownOutput if rendered else TextOutput)(stats_for(args.stats))
+
+
+def read_from_terminal() -> None:
+    """Put the terminal in the place of a stdin that was a pipe. Raises ChatError when there is none."""
+    try:
+        terminal = os.open("/dev/tty", os.O_RDWR)
+    except OSError:
+        raise ChatError("--interactive needs a terminal to read from") from None
+    os.dup2(terminal, 0)
+    os.close(terminal)
+    sys.stdin = open(0)  # noqa: SIM115
+
+
+@contextmanager
+def orderly_endings() -> Iterator[None]:
+    """SIGTERM and SIGHUP leave as an exception does, so that what is to be kept is kept: SystemExit, 128 and the
+    number."""
+
+    def leave(signum, frame):
+        sys.exit(128 + signum)
+
+    before = {signum: signal.signal(signum, leave) for signum in ENDINGS if signal.getsignal(signum) is signal.SIG_DFL}
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Exit code: 0; 2 for what the user must mend, after one line on stderr; 130 after Ctrl-C. A closed pipe ends
-    quietly. Raises SystemExit after --help."""
+    quietly. Raises SystemExit after --help, and with 143 or 129 after SIGTERM or SIGHUP."""
     sys.stdout, sys.stderr = (s or open(os.devnull, "w") for s in (sys.stdout, sys.stderr))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # an answer that the terminal cannot encode is shown all the same
     try:
         try:
-            return run(argv)
+            with orderly_endings():
+                return run(argv)
         finally:
             sys.stdout.flush()  # so that a pipe that is closed shows here, and not when Python ends
     except ChatError as error:

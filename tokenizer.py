@@ -115,13 +115,18 @@ class Tokenizer:
         stream = Stream(self)
         return "".join([*map(stream.add, ids), stream.flush()])
 
-    def chat(self, messages: list[dict]) -> list[int]:
-        """Ids of a conversation [{"role": …, "content": …}, …] in the model's chat template, ready for the answer.
+    def control_name(self, token: int) -> str:
+        """What a control token is called; empty for any other."""
+        return next((name for name, i in self._backend.control.items() if i == token), "")
+
+    def chat(self, messages: list[dict], begun: str = "") -> list[int]:
+        """Ids of a conversation [{"role": …, "content": …}, …] in the model's chat template, ready for the answer, or
+        for the rest of one that has ``begun``.
 
         A folder without a template (``has_template`` is False) gets a plain one, "User: … Assistant:". Raises
         TokenizerError with the template's own words when it refuses the conversation.
         """
-        ids = self._encode_rendered(self._render(messages, add_generation_prompt=True))
+        ids = self._encode_rendered(self._render(messages, add_generation_prompt=True) + self._mark(begun))
         return ids if self.has_template else self._backend.begin(ids)
 
     # ---- templates
@@ -150,7 +155,10 @@ class Tokenizer:
         fields = {k: v for k, v in message.items() if v is not None} if isinstance(message, dict) else {}
         if not fields.keys() >= {"role", "content"} or not all(isinstance(v, str) for kv in fields.items() for v in kv):
             raise TokenizerError("a message needs a role and a content, and all its fields must be text")
-        return dict([self._starts.sub(rf"{MARK}\g<0>", _clean(text)) for text in pair] for pair in fields.items())
+        return dict([self._mark(text) for text in pair] for pair in fields.items())
+
+    def _mark(self, text: str) -> str:
+        return self._starts.sub(rf"{MARK}\g<0>", _clean(text))
 
     def _encode_rendered(self, text: str) -> list[int]:
         """Ids of a rendered template: a control token's name is one, unless a mark says that it is a message's."""

@@ -133,3 +133,10 @@ def tiny_gqa(tmp_path_factory) -> Path:
 def successor(tmp_path_factory) -> Path:
     """A model that answers everything with "Hélo, wrd!" and stops."""
     return successor_folder(tmp_path_factory.mktemp("models") / "successor", says("Hélo, wrd!"))
+
+
+@pytest.fixture(scope="session")
+def endless(tmp_path_factory) -> Path:
+    """A model that answers "ababab…" and never stops."""
+    newline, a, b = map(token_of, b"\nab")
+    return successor_folder(tmp_path_factory.mktemp("models") / "endless", {newline: a, a: b, b: a})

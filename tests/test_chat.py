@@ -7,38 +7,21 @@ import os
 import re
 import shutil
 import signal
-import stat
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import pexpect
 import pyte
 import pytest
 from conftest import says, successor_folder, token_of, write_tokenizer
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from pyte.screens import wcwidth
+from terminal import ANSWER, CHAT, STEPS, SUMMARY, Xterm, environment
 
 import chat
+import show as showing
 from generate import Step, Turn
-
-CHAT = Path(chat.__file__)
-ANSWER = "Hélo, wrd!"  # of the folder `successor`
-STEPS = len(ANSWER.encode())
-SUMMARY = re.compile(
-    r"\[prompt (\d+) new at \d+ tok/s \+ (\d+) reused \| answer (\d+) at [\d.]+ tok/s, [\d.]+ GB/s \| "
-    r"cache (\w+) (\d+)/(\d+) tokens, [\d.]+ of [\d.]+ \w+ \| (\w+) \| seed (\d+)\]"
-)
-
-
-@pytest.fixture(scope="module")
-def endless(tmp_path_factory) -> Path:
-    """A model that answers "ababab…" and never stops."""
-    newline, a, b = map(token_of, b"\nab")
-    return successor_folder(tmp_path_factory.mktemp("models") / "endless", {newline: a, a: b, b: a})
 
 
 @pytest.fixture
@@ -57,12 +40,6 @@ def run(monkeypatch, capsys):
 
 def events(stdout: str) -> list[dict]:
     return [json.loads(line) for line in stdout.splitlines()]
-
-
-def environment(**extra) -> dict[str, str]:
-    """This one, but for what changes how chat.py prints."""
-    known = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "PYTHONUNBUFFERED")}
-    return {**known, "TERM": "xterm-256color", **extra}
 
 
 def start(*argv, **options) -> subprocess.Popen:
@@ -86,7 +63,7 @@ def test_stdout_holds_the_answer_alone(run, successor):
 
 
 def test_nothing_is_coloured_or_animated_without_a_terminal(run, successor):
-    for mode in chat.STATS:
+    for mode in showing.MODES:
         _, out, err = run("--model", successor, "-p", "hi", "--stats", mode)
         assert not re.search(r"[\x1b\r]", out + err)
 
@@ -200,7 +177,7 @@ def test_stats_step_has_a_line_for_each_step(run, successor):
     ],
 )
 def test_bytes_used_and_reserved_share_a_unit(used, reserved, text):
-    assert chat.of(used, reserved) == text
+    assert showing.of(used, reserved) == text
 
 
 # ---- json
@@ -473,7 +450,7 @@ def test_ctrl_c_keeps_what_was_said_and_exits_130(endless):
 def test_second_ctrl_c_does_not_wait_for_the_first():
     session = SimpleNamespace(interrupted=False)
     session.interrupt = lambda: setattr(session, "interrupted", True)
-    with chat.interruptible(session):
+    with showing.interruptible(session):
         signal.raise_signal(signal.SIGINT)
         assert session.interrupted
         with pytest.raises(KeyboardInterrupt):
@@ -482,44 +459,6 @@ def test_second_ctrl_c_does_not_wait_for_the_first():
 
 
 # ---- the live line
-
-
-class Xterm(pyte.Screen):
-    """pyte, with what xterm does at the right edge: a character that does not fit wraps, and a movement or an erasure
-    there forgets the wrap that is due and counts from the last column; a tab does not."""
-
-    def draw(self, data: str) -> None:
-        for character in data:
-            if wcwidth(character) == 2 and self.cursor.x == self.columns - 1:
-                self.cursor.x = self.columns
-            super().draw(character)
-
-    def _forget_wrap(self) -> None:
-        self.cursor.x = min(self.cursor.x, self.columns - 1)
-
-    def erase_in_display(self, *args, **options) -> None:
-        self._forget_wrap()
-        super().erase_in_display(*args, **options)
-
-    def erase_in_line(self, *args, **options) -> None:
-        self._forget_wrap()
-        super().erase_in_line(*args, **options)
-
-    def tab(self) -> None:
-        if self.cursor.x < self.columns:
-            super().tab()
-
-    def cursor_up(self, *args) -> None:
-        self._forget_wrap()
-        super().cursor_up(*args)
-
-    def save_cursor(self) -> None:
-        self._forget_wrap()
-        super().save_cursor()
-
-    @property
-    def shown(self) -> list[str]:
-        return [line.rstrip() for line in self.display]
 
 
 class Stream(io.StringIO):
@@ -560,11 +499,11 @@ def screen(monkeypatch):
     return screen
 
 
-def show(mode: type[chat.Stats], pieces: list[str], screen: Xterm) -> list[bool]:
+def show(mode: type[showing.Stats], pieces: list[str], screen: Xterm) -> list[bool]:
     """Show an answer made of ``pieces``; whether a live line stood on the screen after each."""
     cache = SimpleNamespace(kind="contiguous", length=9, capacity=512, bytes_used=9 * 2080, bytes_reserved=512 * 2080)
     session = SimpleNamespace(cache=cache, last=Turn(3, 0, 1, "eos", "".join(pieces), len(pieces), 0.1, 0.1, 3))
-    output, seen = chat.TextOutput(mode), []
+    output, seen = showing.TextOutput(mode), []
     output.start(session)
     for n, piece in enumerate(pieces, 1):
         output.step(session, Step(65, piece, n, n * 2080, 0.01))
@@ -586,7 +525,7 @@ def test_live_line_leaves_the_text_whole_and_nothing_of_itself(pieces, size):
     # Whatever the text does to the cursor, the screen at the end is the one that the summary alone leaves.
     with pytest.MonkeyPatch.context() as patch:
         made = []
-        for mode in (chat.Summary, chat.Live):
+        for mode in (showing.Summary, showing.Live):
             made.append(Xterm(*size))
             patch.setattr(sys, "stdout", Stream(made[-1]))
             patch.setattr(sys, "stderr", sys.stdout)
@@ -599,14 +538,14 @@ def test_live_line_leaves_the_text_whole_and_nothing_of_itself(pieces, size):
 
 
 def test_live_line_is_there_during_the_answer(screen):
-    assert show(chat.Live, ["abc", "日本", "x" * 33, "y"], screen(40, 6)) == [True, True, False, True]
+    assert show(showing.Live, ["abc", "日本", "x" * 33, "y"], screen(40, 6)) == [True, True, False, True]
 
 
 def test_live_line_of_an_answer_that_is_redirected(screen, monkeypatch, capsys):
     redirected = sys.stdout
     made = screen(60, 5)
     monkeypatch.setattr(sys, "stdout", redirected)
-    assert show(chat.Live, ["abc", "\x1b[31m"], made) == [True, True]
+    assert show(showing.Live, ["abc", "\x1b[31m"], made) == [True, True]
     assert capsys.readouterr().out == "abc\x1b[31m\n"  # as the model said it
     assert made.shown[0].startswith("[prompt 3 new")
     assert not any("[cache" in line for line in made.shown)
@@ -614,12 +553,12 @@ def test_live_line_of_an_answer_that_is_redirected(screen, monkeypatch, capsys):
 
 def test_live_and_colour_need_a_terminal_that_can(screen, monkeypatch):
     screen(80, 24)
-    assert chat.stats_for(None) is chat.stats_for("live") is chat.Live
-    assert chat.Live().dim == "\x1b[2m"
+    assert showing.stats_for(None) is showing.stats_for("live") is showing.Live
+    assert showing.Live().dim == "\x1b[2m"
     monkeypatch.setenv("NO_COLOR", "1")
-    assert chat.Live().dim == ""
+    assert showing.Live().dim == ""
     monkeypatch.setenv("TERM", "dumb")
-    assert chat.stats_for(None) is chat.stats_for("live") is chat.Summary
+    assert showing.stats_for(None) is showing.stats_for("live") is showing.Summary
 
 
 def test_control_characters_of_an_answer_are_shown_to_a_terminal_and_not_obeyed(screen, tmp_path):
@@ -634,260 +573,6 @@ def test_control_characters_of_an_answer_are_shown_to_a_terminal_and_not_obeyed(
 def test_control_characters_of_an_answer_are_kept_when_redirected(run, tmp_path):
     folder = successor_folder(tmp_path / "model", says("\x1b[2J \x9b1m\x07"))
     assert run("--model", folder, "-p", "hi", "--stats", "off")[1] == "\x1b[2J \x9b1m\x07\n"
-
-
-# ---- the conversation
-
-
-class Terminal:
-    """chat.py in a terminal: what a person sees and types."""
-
-    def __init__(self, state: Path, *argv, columns: int = 160, rows: int = 50, term: str = "xterm-256color"):
-        self.screen = Xterm(columns, rows)
-        self.stream = pyte.ByteStream(self.screen)
-        self.screen.write_process_input = self.type  # the terminal answers where its cursor is
-        self.received = b""
-        self.child = pexpect.spawn(
-            sys.executable,
-            [str(CHAT), *map(str, argv)],
-            dimensions=(rows, columns),
-            env=environment(TERM=term, XDG_STATE_HOME=str(state), PYTHONIOENCODING="utf-8"),
-        )
-        self.child.delaybeforesend = None
-        self.ready()
-
-    def type(self, keys: str) -> None:
-        self.child.send(keys)
-
-    def until(self, holds, timeout: float = 20) -> None:
-        end = time.monotonic() + timeout
-        while not holds():
-            assert time.monotonic() < end, "\n".join(self.screen.shown)
-            try:
-                data = self.child.read_nonblocking(4096, 0.05)
-                self.received += data
-                self.stream.feed(data)
-            except pexpect.TIMEOUT:
-                pass
-            except pexpect.EOF:
-                assert holds(), "\n".join(self.screen.shown)
-
-    def see(self, text: str) -> None:
-        self.until(lambda: text in "\n".join(self.screen.shown))
-
-    def ready(self) -> None:
-        """Wait for an empty prompt."""
-        self.until(lambda: self.screen.shown[self.screen.cursor.y] == ">" and self.screen.cursor.x == 2)
-
-    def say(self, text: str) -> list[str]:
-        """Clear the screen, type ``text`` and Enter, and return the lines that come, up to the next prompt."""
-        self.screen.reset()
-        self.type(f"{text}\r")
-        self.until(lambda: self.screen.cursor.y and self.screen.shown[self.screen.cursor.y] == ">")
-        return self.screen.shown[: self.screen.cursor.y]
-
-    def end(self) -> int:
-        """Wait until chat.py has left by itself; its exit code."""
-        self.child.expect(pexpect.EOF, timeout=20)
-        self.received += self.child.before
-        self.child.close()
-        return self.child.exitstatus
-
-
-@pytest.fixture(scope="module")
-def state(tmp_path_factory) -> Path:
-    """Where the history is kept, as XDG_STATE_HOME names it."""
-    return tmp_path_factory.mktemp("state")
-
-
-@pytest.fixture(scope="module")
-def _terminal(successor, state):
-    terminal = Terminal(state, "--model", successor, "--stats", "summary")
-    yield terminal
-    terminal.child.close(force=True)
-
-
-@pytest.fixture
-def terminal(_terminal):
-    """A conversation without a message yet; the program is the same for all the tests, which is quicker."""
-    _terminal.say("/clear")
-    return _terminal
-
-
-PASTE = "\x1b[200~{}\x1b[201~"
-
-
-def reused(lines: list[str]) -> int:
-    return int(SUMMARY.search("".join(lines))[2])
-
-
-def new(lines: list[str]) -> int:
-    return int(SUMMARY.search("".join(lines))[1])
-
-
-def test_turn_is_answered_and_the_next_reuses_the_cache(terminal):
-    first, second = terminal.say("hi"), terminal.say("and?")
-    assert first[1] == second[1] == ANSWER
-    prompt = sum(map(int, SUMMARY.search("".join(first)).groups()[:2]))
-    assert reused(second) == prompt + STEPS
-
-
-def test_clear_forgets_the_conversation(terminal):
-    first = terminal.say("hi")
-    terminal.say("and?")
-    assert terminal.say("/clear")[1] == "chat: the conversation is empty; a system message stays"
-    again = terminal.say("hi")
-    assert new(again) + reused(again) == new(first) + reused(first)
-
-
-def test_help_names_every_command(terminal):
-    lines = terminal.say("/help")
-    assert all(any(line.startswith(f"/{name}") for line in lines) for name in chat.COMMANDS)
-
-
-@pytest.mark.parametrize("line", ["/nonsense", "/nonsense here", "/"])
-def test_unknown_command_is_named_and_not_sent(terminal, line):
-    lines = terminal.say(line)
-    assert len(lines) == 2
-    assert lines[1].startswith("chat: no command /") and "/help" in lines[1]
-
-
-def test_stats_mode_changes(terminal):
-    assert terminal.say("/stats off") == ["> /stats off"]
-    assert terminal.say("hi") == ["> hi", ANSWER]
-    terminal.say("/stats step")
-    lines = terminal.say("hi")
-    assert sum("/512 tokens" in line and " ms " in line for line in lines) == STEPS
-    assert ANSWER in lines
-    assert terminal.say("/stats loud")[1].startswith("chat: /stats takes one of off, summary, live, step")
-    terminal.say("/stats live")
-    lines = terminal.say("hi")
-    assert lines[:2] == ["> hi", ANSWER] and not any("[cache" in line for line in lines)
-    terminal.say("/stats summary")
-
-
-def test_ctrl_c_at_an_empty_prompt_does_not_leave(terminal):
-    row = terminal.screen.cursor.y
-    terminal.type("\x03")
-    terminal.until(lambda: terminal.screen.cursor.y > row)
-    terminal.ready()
-    assert terminal.say("hi")[1] == ANSWER
-
-
-def test_ctrl_c_drops_the_line_being_typed(terminal):
-    terminal.type("never mind")
-    terminal.see("never mind")
-    terminal.type("\x03")
-    terminal.ready()
-    assert terminal.say("hi")[1] == ANSWER
-
-
-def test_pasted_line_that_starts_with_a_slash_is_a_message(terminal):
-    assert ANSWER in terminal.say(PASTE.format("/clear"))
-    assert (
-        terminal.say("/clear")[1] == "chat: the conversation is empty; a system message stays"
-    )  # the next one, typed, is a command
-
-
-def test_paste_of_several_lines_is_one_message(terminal):
-    counts = [new(terminal.say(text)) for text in ("hi", PASTE.format("/clear\r\nhi\rho\n") + "!")]
-    typed = len(["<|im_end|>", "\n", "<|im_start|>", *"user\n", *"/clear\nhi\nho\n!"])
-    assert counts[1] == typed + len(["<|im_end|>", "\n", "<|im_start|>", *"assistant\n"])
-
-
-def test_paste_during_an_answer_waits_as_one_message(endless, tmp_path):
-    terminal = Terminal(tmp_path, "--model", endless, "-n", "900")
-    terminal.received = b""
-    terminal.type("hi\r")
-    terminal.see("ababab")
-    assert b"\x1b[?2004h" in terminal.received.partition(b"abab")[0]  # the terminal is asked to mark pastes
-    terminal.screen.reset()
-    terminal.type(PASTE.format("/clear\rand more"))
-    terminal.see("> /clear")
-    terminal.see("and more")
-    assert "the conversation is empty" not in "\n".join(terminal.screen.shown)
-
-
-def test_alt_enter_is_a_new_line_in_the_message(terminal):
-    terminal.say("hi")
-    assert new(terminal.say("a\x1b\rb")) - new(terminal.say("a")) == len("\nb")
-
-
-def test_history_is_private_and_lies_under_xdg_state_home(terminal, state):
-    terminal.say("remember me")
-    (history,) = [path for path in state.rglob("*") if path.is_file()]
-    assert "+remember me" in history.read_text().splitlines()
-    assert stat.S_IMODE(history.stat().st_mode) == 0o600
-    assert stat.S_IMODE(history.parent.stat().st_mode) == 0o700
-    terminal.screen.reset()
-    terminal.type("\x1b[A")  # up
-    terminal.see("remember me")
-    terminal.type("\x03")
-    terminal.ready()
-
-
-def test_history_file_is_private_whatever_the_umask(tmp_path):
-    before = os.umask(0)
-    try:
-        path = chat.private_file(tmp_path / "deep" / "history")
-    finally:
-        os.umask(before)
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
-
-
-def test_damaged_history_and_the_ways_to_leave(successor, tmp_path):
-    (tmp_path / "kv-chat").mkdir()
-    (tmp_path / "kv-chat" / "history").write_bytes(b"\n# 2024\n+caf\xe9 \xff\x00\n+")
-    terminal = Terminal(tmp_path, "--model", successor, columns=20)
-    text = "a message that is longer than the screen is wide"
-    assert ANSWER in terminal.say(text)
-    terminal.type("\x04")
-    assert terminal.end() == 0
-
-
-def test_state_folder_that_cannot_be_made_does_not_stop_the_chat(successor, tmp_path):
-    (tmp_path / "file").touch()
-    terminal = Terminal(tmp_path / "file", "--model", successor)
-    terminal.see("chat: messages are not kept")
-    assert ANSWER in terminal.say("hi")
-    terminal.type("/quit\r")
-    assert terminal.end() == 0
-
-
-def test_dumb_terminal_gets_no_escape_codes(successor, tmp_path):
-    terminal = Terminal(tmp_path, "--model", successor, term="dumb")
-    assert ANSWER in terminal.say("hi")
-    terminal.type("\x04")
-    assert terminal.end() == 0
-    assert b"\x1b" not in terminal.received
-
-
-def test_ctrl_c_ends_the_answer_and_the_chat_goes_on(endless, tmp_path):
-    terminal = Terminal(tmp_path, "--model", endless, "-c", "50000", "--stats", "live")
-    for _ in range(2):
-        terminal.screen.reset()
-        terminal.type("hi\r")
-        terminal.see("ababab")
-        terminal.see("[cache ")
-        terminal.type("\x03")
-        terminal.see("| interrupt |")
-        terminal.ready()
-        assert not any("[cache " in line for line in terminal.screen.shown)
-    terminal.type("\x04")
-    assert terminal.end() == 0
-
-
-def test_turn_that_does_not_fit_is_one_line_and_the_chat_goes_on(successor, tmp_path):
-    terminal = Terminal(tmp_path, "--model", successor, "-c", "60", "--stats", "off")
-    assert terminal.say("hi") == ["> hi", ANSWER]
-    lines = terminal.say("x" * 50)
-    assert len(lines) == 2
-    assert re.fullmatch(r"chat: the prompt has \d+ tokens and the context holds 60; shorten .*", lines[1])
-    terminal.say("/clear")
-    assert terminal.say("hi") == ["> hi", ANSWER]
-    terminal.type("/quit\r")
-    assert terminal.end() == 0
 
 
 # ---- models that are here
@@ -948,14 +633,3 @@ def test_closed_streams_end_without_a_traceback(successor, redirection, code, er
     command = f"{sys.executable} {CHAT} --model {successor} --stats summary {redirection}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=environment(), timeout=60)
     assert (done.returncode, bool(re.fullmatch(err, done.stderr.rstrip("\n")))) == (code, True)
-
-
-def test_a_template_that_refuses_is_quoted_and_the_chat_goes_on(successor, tmp_path):
-    folder = shutil.copytree(successor, tmp_path / "strict")
-    refusal = "{% for m in messages if m.content == 'no' %}{{ raise_exception('not a word of that') }}{% endfor %}"
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    config["chat_template"] = refusal + config["chat_template"]
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    terminal = Terminal(tmp_path, "--model", folder, "--stats", "off")
-    assert terminal.say("no")[1] == "chat: the chat template refuses this conversation: not a word of that"
-    assert terminal.say("hi") == ["> hi", ANSWER]

@@ -1,0 +1,567 @@
+"""The conversation at a terminal: how a message is typed, and every command.
+
+One table, ``COMMANDS``, says what each command is called, takes, does and offers to complete; /help, completion and the
+README's list come from it.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from conversation import (
+    LAST,
+    ON_FULL,
+    OPTIONS,
+    Conversation,
+    nearest,
+    saved_sessions,
+    session_file,
+    state_folder,
+    told,
+)
+from explain import cache_report, tokens_report
+from show import CONTROL, ENDINGS, MODES, ChatError, escapes_work, filled, note, of, short, stats_for, user_errors
+
+CHOICES = "/undo and /clear make room, /set on-full drop forgets the oldest turns"
+QUOTES = '"""'
+KEYS = {
+    "Alt+Enter": "a new line in the message",
+    f"{QUOTES} … {QUOTES}": "a message of several lines",
+    "//": "begins a message with a slash",
+    "Ctrl-R, Up": "search and recall what was typed",
+    "Tab": "complete a command, a name or a path",
+    "Ctrl-C, Ctrl-D": "end the answer, leave",
+}
+
+
+@dataclass(frozen=True)
+class Command:
+    """``words`` are the arguments to complete, None those that are a path."""
+
+    arguments: str
+    help: str
+    run: Callable[[Repl, str], None]
+    words: Callable[[Repl], Iterable[str]] | None = lambda repl: ()
+
+
+class Repl:
+    """Reads messages and commands until Ctrl-D. ``open_model`` loads another model and returns a Session over it."""
+
+    def __init__(self, conversation: Conversation, open_model: Callable[[str], object], vi_mode: bool = False):
+        self.conversation, self.open_model = conversation, open_model
+        self.over = self.warned = False
+        self.attached: list[str] = []  # texts of files for the next message
+        self.reader = KeyReader(self, vi_mode) if escapes_work(sys.stdout) else LineReader()
+
+    def run(self, load: str | None = None, text: str | None = None) -> None:
+        """Go on with the session ``load``, answer ``text``, and then read and answer until /quit or Ctrl-D. However
+        that ends, the conversation is kept as the last one. Raises one of ``user_errors`` when ``load`` cannot be."""
+        self._greet()
+        if load:
+            self.load(load)
+        try:
+            if text is not None:
+                self._try(lambda: self._say(text))
+            while not self.over:
+                self._try(lambda: self._take(*self.reader.read()))
+        finally:
+            self._keep_last(leaving=True)
+
+    def _try(self, action: Callable[[], None]) -> None:
+        """Do it, and say what goes wrong in one line."""
+        try:
+            action()
+        except KeyboardInterrupt:
+            if not self.reader.typed():
+                note("Ctrl-D or /quit leaves")
+        except EOFError:
+            self.over = True
+        except user_errors() as error:
+            note(str(error))
+
+    def _greet(self) -> None:
+        cache, model = self.conversation.session.cache, self.conversation.session.model
+        note(
+            f"{model.name}, {str(model.dtype).removeprefix('torch.')} on {model.device.type}; "
+            f"context {cache.capacity} tokens, {cache.bytes_per_token:,} bytes of cache each; /help lists the commands"
+        )
+
+    def _take(self, text: str, pasted: bool) -> None:
+        # A command is a whole line that was typed; a paste is a message, whatever its lines say.
+        if not pasted and text.startswith("/") and not text.startswith("//") and "\n" not in text:
+            name, _, argument = text[1:].strip().partition(" ")
+            if name not in COMMANDS:
+                raise ChatError(f"no command /{name}{nearest(name, COMMANDS)}; /help lists them")
+            COMMANDS[name].run(self, argument.strip())
+        else:
+            self._say(text if pasted else unquoted(text))
+
+    def _say(self, text: str) -> None:
+        if text.strip():
+            self._answer(self.conversation.say, "\n\n".join([*self.attached, text]))
+            self.attached = []
+
+    def _answer(self, how: Callable, *arguments) -> None:
+        from cache import CacheFull
+
+        try:
+            with bracketed_paste():
+                how(*arguments)
+        except CacheFull as error:
+            raise ChatError(f"{error}; {CHOICES}") from None
+        self._warn()
+        self._keep_last()
+
+    def _warn(self) -> None:
+        """Say it once, when the context is nearly full."""
+        conversation, warned = self.conversation, self.warned
+        left, capacity = conversation.left, conversation.session.cache.capacity
+        self.warned = left <= capacity // 10
+        if self.warned and not warned:
+            then = "the oldest turns will be dropped" if conversation.on_full == "drop" else CHOICES
+            note(f"the context is {'nearly ' if left else ''}full, {left} of {capacity} tokens are left; {then}")
+
+    def _keep_last(self, leaving: bool = False) -> None:
+        try:
+            self.conversation.keep_last(leaving)
+        except user_errors() as error:
+            note(f"this chat cannot be kept for --load {LAST}: {error}")
+
+    def toolbar(self) -> str:
+        """What the line at the bottom says, the most wanted first."""
+        session = self.conversation.session
+        cache, model, turn = session.cache, session.model, session.last
+        left = self.conversation.left
+        facts = [
+            "NEARLY FULL" if left <= cache.capacity // 10 else "",
+            f"{cache.capacity - left}/{cache.capacity} tokens, {left} left",
+            of(cache.bytes_used, cache.bytes_reserved),
+            f"{turn.decode_tok_s:.1f} tok/s" if turn else "",
+            f"{model.name}, {str(model.dtype).removeprefix('torch.')} on {model.device.type}",
+            f"branch {self.conversation.branch}" if self.conversation.others else "",
+            f"{cache.forgotten} in the middle forgotten" if getattr(cache, "forgotten", 0) else "",
+        ]
+        return " " + " │ ".join(filter(None, facts)).translate(CONTROL)
+
+    # ---- commands: writing
+
+    def edit(self, argument: str) -> None:
+        self._say(from_editor(argument))
+
+    def edit_last(self, argument: str) -> None:
+        text, pasted = (argument, False) if argument else self.reader.read(self.conversation.last_message())
+        if text.strip():
+            self._answer(self.conversation.edit, text if pasted else unquoted(text))
+
+    def file(self, argument: str) -> None:
+        path = Path(argument).expanduser()
+        if not path.is_file():
+            raise ChatError(f"{path}: no such file" if argument else "/file takes a path")
+        with told():
+            text = path.read_bytes().decode("utf-8", "replace").rstrip("\n")
+        self.attached.append(text)
+        count = len(self.conversation.session.tokenizer.encode(text))
+        note(f"{path.name}, {count} tokens, goes before your next message; /clear takes it away")
+
+    # ---- commands: the conversation
+
+    def clear(self, argument: str) -> None:
+        self.conversation.clear()
+        self.attached = []
+        note("the conversation is empty; a system message stays")
+
+    def system(self, argument: str) -> None:
+        conversation = self.conversation
+        if not argument:
+            print((conversation.system or "(no system message)").translate(CONTROL))
+        elif conversation.raw:
+            raise ChatError("a system message needs the chat template that --raw leaves out")
+        else:
+            conversation.system = None if argument == "none" else argument
+            note("the system message is changed; the next turn computes the whole conversation again")
+
+    def retry(self, argument: str) -> None:
+        sampling = self.conversation.sampling
+        self.conversation.last_message()
+        if sampling.temperature == 0 or sampling.seed is not None:
+            note("at temperature 0 or with a seed, the answer is the same again; /set changes that")
+        self._answer(self.conversation.retry)
+
+    def undo(self, argument: str) -> None:
+        self.conversation.undo(whole(argument or "1"))
+        left = len(self.conversation.messages) // 2
+        note(f"{left} turn{'s' * (left != 1)} left")
+
+    def go_on(self, argument: str) -> None:
+        self._answer(self.conversation.go_on)
+
+    def history(self, argument: str) -> None:
+        for message in self.conversation.messages:
+            mark = "> " if message["role"] == "user" else ""
+            print(f"{mark}{message['content']}".translate(CONTROL))
+
+    # ---- commands: looking
+
+    def help(self, argument: str) -> None:
+        name = argument.removeprefix("/")
+        if name and name not in COMMANDS:
+            raise ChatError(f"no command /{name}{nearest(name, COMMANDS)}")
+        for each in [name] if name else COMMANDS:
+            print(f"/{each + ' ' + COMMANDS[each].arguments:<30} {COMMANDS[each].help}")
+        for key, does in KEYS.items() if not name else ():
+            print(f"{key:<31} {does}")
+
+    def set(self, argument: str) -> None:
+        name, _, value = argument.partition(" ")
+        name, value, conversation = name.replace("_", "-"), value.strip(), self.conversation
+        if name == "on-full" and value in ON_FULL:
+            conversation.on_full = value
+        elif name in OPTIONS and value:
+            conversation.set(name, value)
+        else:
+            raise ChatError(f"/set takes {', '.join(OPTIONS)} and a value or 'default', or on-full {'|'.join(ON_FULL)}")
+
+    def show(self, argument: str) -> None:
+        for name, option in OPTIONS.items():
+            value = getattr(self.conversation.sampling, option.field)
+            print(f"{name:<15} {'-' if value in (None, ()) else value!s:<10} {option.help}")
+        print(f"{'on-full':<15} {self.conversation.on_full:<10} when the context is full: stop, or drop the oldest")
+
+    def set_stats(self, argument: str) -> None:
+        if argument not in MODES:
+            raise ChatError(f"/stats takes one of {', '.join(MODES)}")
+        self.conversation.output.mode = stats_for(argument)
+
+    def tokens(self, argument: str) -> None:
+        self.conversation.last_message()
+        for label, ids in zip(("message", "answer"), self.conversation.last_turn(), strict=True):
+            print(f"{label}, {len(ids)} tokens:")
+            print(tokens_report(self.conversation.session.tokenizer, ids))
+
+    def cache(self, argument: str) -> None:
+        conversation = self.conversation
+        turns, whole = conversation.by_turn(), conversation.length()
+        report = cache_report(conversation.session, turns, whole, conversation.reused, conversation.saved_s)
+        print("\n".join(filled(line, sys.stdout) for line in report))
+
+    # ---- commands: files
+
+    def export(self, argument: str) -> None:
+        if not argument:
+            raise ChatError("/export takes the path of a file")
+        system = self.conversation.system
+        parts = [f"*System: {system}*"] if system else []
+        for message in self.conversation.messages:
+            parts.append(f"## {'You' if message['role'] == 'user' else 'Model'}\n\n{message['content']}")
+        path = Path(argument).expanduser()
+        with told(), open(path, "x", encoding="utf-8", errors="replace") as file:
+            file.write("\n\n".join(parts) + "\n")
+        note(f"written to {path}")
+
+    def save(self, argument: str) -> None:
+        if argument == LAST:
+            raise ChatError(f"{LAST!r} is kept by itself; give another name")
+        path = self.conversation.save(argument)
+        note(f"kept, {short(path.stat().st_size)}; /load {argument} or --load {argument} goes on from there")
+
+    def load(self, argument: str) -> None:
+        from generate import SessionMismatch
+
+        try:
+            self.conversation.load(argument)
+        except SessionMismatch as error:
+            if not agreed(f"chat: {error}. Compute it again from the text?"):
+                return
+            self.conversation.take(error.about)
+        turns, session = len(self.conversation.messages) // 2, self.conversation.session
+        note(f"{argument}: {turns} turns, {session.cache.length} tokens in the cache; /history shows them")
+
+    def sessions(self, argument: str) -> None:
+        for name in saved_sessions():
+            with suppress(OSError):
+                facts = session_file(name).stat()
+                print(f"{datetime.fromtimestamp(facts.st_mtime):%Y-%m-%d %H:%M} {short(facts.st_size):>10}  {name}")
+
+    def delete(self, argument: str) -> None:
+        path = session_file(argument)
+        if not path.exists():
+            raise ChatError(f"no session {argument}{nearest(argument, saved_sessions())}; /sessions lists them")
+        with told():
+            path.unlink()
+        note(f"{argument} is deleted")
+
+    def model(self, argument: str) -> None:
+        if not argument:
+            raise ChatError("/model takes a folder, or a name on the Hugging Face hub")
+        # The old model stays until the new one is whole, so for a while both are in memory.
+        self.conversation.take_session(self.open_model(argument))
+        self._greet()
+
+    # ---- commands: branches
+
+    def fork(self, argument: str) -> None:
+        taken = [name for name, *_ in self.conversation.branches()]
+        free = next(f"fork-{n}" for n in range(1, len(taken) + 2) if f"fork-{n}" not in taken)
+        self.conversation.fork(argument or free)
+        note(f"this is branch {self.conversation.branch}; /switch {taken[0] if len(taken) == 1 else 'NAME'} goes back")
+
+    def switch(self, argument: str) -> None:
+        self.conversation.switch(argument)
+        note(f"this is branch {argument}, {len(self.conversation.messages) // 2} turns")
+
+    def branches(self, argument: str) -> None:
+        for name, turns, tokens in self.conversation.branches():
+            print(f"{'*' if name == self.conversation.branch else ' '} {name:<20} {turns} turns, {tokens} tokens")
+
+    def quit(self, argument: str) -> None:
+        self.over = True
+
+
+def _saved(repl: Repl) -> Iterable[str]:
+    return saved_sessions()
+
+
+def _settings(repl: Repl) -> Iterable[str]:
+    return [*(f"{name} " for name in OPTIONS), *(f"on-full {choice}" for choice in ON_FULL)]
+
+
+COMMANDS = {
+    "help": Command("[command]", "what there is to type", Repl.help, lambda repl: COMMANDS),
+    "edit": Command("[text]", "write a message in $EDITOR", Repl.edit),
+    "file": Command("PATH", "put a file's text before the next message", Repl.file, None),
+    "retry": Command("", "another answer to the last message", Repl.retry),
+    "edit-last": Command("[text]", "change the last message, and have it answered", Repl.edit_last),
+    "continue": Command("", "go on with an answer that was cut", Repl.go_on),
+    "undo": Command("[n]", "take back the last turn, or n of them", Repl.undo),
+    "clear": Command("", "forget the conversation, but for the system message", Repl.clear),
+    "system": Command(
+        "[text]", "show the system message, or set it; none removes it", Repl.system, lambda repl: ["none"]
+    ),
+    "history": Command("", "the conversation so far", Repl.history),
+    "set": Command("NAME VALUE", "change how answers are drawn", Repl.set, _settings),
+    "show": Command("", "how answers are drawn", Repl.show),
+    "stats": Command("|".join(MODES), "what is shown of cache and speed", Repl.set_stats, lambda repl: MODES),
+    "cache": Command("", "what the cache holds, costs and saved", Repl.cache),
+    "tokens": Command("", "the last turn's tokens: pieces and ids", Repl.tokens),
+    "save": Command("NAME", "keep the conversation and its cache", Repl.save, _saved),
+    "load": Command("NAME", "go on with one that was kept; last is kept by itself", Repl.load, _saved),
+    "sessions": Command("", "what is kept", Repl.sessions),
+    "delete": Command("NAME", "delete one that was kept", Repl.delete, _saved),
+    "export": Command("FILE.md", "write the conversation as Markdown", Repl.export, None),
+    "fork": Command("[name]", "go on in a branch that shares its past (--cache paged)", Repl.fork),
+    "switch": Command(
+        "NAME", "go to another branch", Repl.switch, lambda repl: [name for name, *_ in repl.conversation.branches()]
+    ),
+    "branches": Command("", "the branches of this conversation", Repl.branches),
+    "model": Command("PATH", "go on with another model", Repl.model, None),
+    "quit": Command("", "leave, as Ctrl-D does", Repl.quit),
+}
+
+
+def whole(text: str) -> int:
+    """Raises ChatError for what is no whole number."""
+    try:
+        return int(text)
+    except ValueError:
+        raise ChatError(f"{text} is no whole number") from None
+
+
+def agreed(question: str) -> bool:
+    try:
+        return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
+    except EOFError:
+        return False
+
+
+# ---- reading
+
+
+def unquoted(text: str) -> str:
+    """What a typed text says, without the quotes around several lines or the slash that guards another."""
+    if text.startswith(QUOTES):
+        return text.removeprefix(QUOTES).rstrip().removesuffix(QUOTES).strip("\n")
+    return text[1:] if text.startswith("//") else text
+
+
+def unfinished(text: str) -> bool:
+    """Whether quotes are open."""
+    return text.startswith(QUOTES) and not (len(text.rstrip()) >= 2 * len(QUOTES) and text.rstrip().endswith(QUOTES))
+
+
+class LineReader:
+    """Reads lines where the terminal can do no more."""
+
+    def __init__(self):
+        sys.stdin.reconfigure(errors="replace")
+
+    def read(self, text: str = "") -> tuple[str, bool]:
+        """A message or a command, in place of ``text``, and whether it was pasted, which shows nowhere here. Raises
+        EOFError and KeyboardInterrupt."""
+        if text:
+            print(text.translate(CONTROL))
+        try:
+            lines = [input("> ")]
+            while unfinished("\n".join(lines)):
+                lines.append(input("... "))
+        except KeyboardInterrupt:
+            print()
+            raise
+        return "\n".join(lines), False
+
+    def typed(self) -> str:
+        return ""
+
+
+class KeyReader:
+    """Reads with editing, history, completion and a toolbar."""
+
+    def __init__(self, repl: Repl, vi_mode: bool):
+        from prompt_toolkit import PromptSession
+        from prompt_toolkit.filters import Condition
+
+        self.pasted = ""  # what was pasted into an empty line
+        at_command = Condition(lambda: self._session.default_buffer.text.startswith("/"))
+        self._session = PromptSession(
+            "> ",
+            history=message_history(),
+            key_bindings=self._bindings(),
+            completer=command_completer(repl),
+            complete_while_typing=at_command,
+            bottom_toolbar=repl.toolbar,
+            vi_mode=vi_mode,
+        )
+
+    def read(self, text: str = "") -> tuple[str, bool]:
+        """A message or a command, beginning with ``text``, and whether it was pasted. Raises EOFError and
+        KeyboardInterrupt."""
+        self.pasted = ""
+        with self._orderly_endings():
+            typed = self._session.prompt(default=text)
+        return typed, bool(self.pasted) and typed.startswith(self.pasted)
+
+    def typed(self) -> str:
+        """What stood in the line when Ctrl-C dropped it."""
+        return self._session.default_buffer.text
+
+    @contextmanager
+    def _orderly_endings(self) -> Iterator[None]:
+        """A signal that ends the program ends the prompt first, which puts the terminal right: an exception from inside
+        its event loop would end as a traceback."""
+        app = self._session.app
+
+        def leave(signum, frame):
+            error = SystemExit(128 + signum)
+            if app.loop is None:
+                raise error
+            app.loop.call_soon_threadsafe(lambda: app.exit(exception=error))
+
+        before = {signum: signal.signal(signum, leave) for signum in ENDINGS if callable(signal.getsignal(signum))}
+        try:
+            yield
+        finally:
+            for signum, handler in before.items():
+                signal.signal(signum, handler)
+
+    def _bindings(self):
+        from prompt_toolkit.filters import Condition
+        from prompt_toolkit.key_binding import KeyBindings
+        from prompt_toolkit.keys import Keys
+
+        bindings = KeyBindings()
+        quoting = Condition(lambda: not self.pasted and unfinished(self._session.default_buffer.text))
+
+        @bindings.add("escape", "enter")
+        @bindings.add("enter", filter=quoting)
+        def _(event):
+            event.current_buffer.insert_text("\n")
+
+        @bindings.add(Keys.BracketedPaste)
+        def _(event):
+            buffer, text = event.current_buffer, event.data.replace("\r\n", "\n").replace("\r", "\n")
+            if not buffer.document.text_before_cursor:
+                self.pasted = text
+            buffer.insert_text(text)
+
+        return bindings
+
+
+def message_history():
+    """What was typed, from one run to the next, in a file of the person's own; where there can be none, a note."""
+    from prompt_toolkit.history import FileHistory, InMemoryHistory
+
+    class History(FileHistory):
+        def store_string(self, string: str) -> None:
+            with suppress(OSError):  # a full disk is no reason to stop talking
+                super().store_string(string.encode("utf-8", "replace").decode())
+
+    try:
+        return History(private_file(state_folder() / "history"))
+    except (OSError, ChatError) as error:
+        note(f"messages are not kept from one run to the next: {error}")
+        return InMemoryHistory()
+
+
+def command_completer(repl: Repl):
+    """Completes commands, their arguments and paths."""
+    from prompt_toolkit.completion import Completer, Completion, PathCompleter
+    from prompt_toolkit.document import Document
+
+    paths = PathCompleter(expanduser=True)
+
+    class Commands(Completer):
+        def get_completions(self, document, event):
+            text = document.text_before_cursor
+            name, space, argument = text[1:].partition(" ")
+            if not text.startswith("/") or "\n" in text:
+                return
+            if not space:
+                for known, command in COMMANDS.items():
+                    if known.startswith(name):
+                        yield Completion(known, -len(name), display_meta=command.help)
+            elif name in COMMANDS and COMMANDS[name].words is None:
+                yield from paths.get_completions(Document(argument), event)
+            elif name in COMMANDS:
+                fitting = (word for word in COMMANDS[name].words(repl) if word.startswith(argument))
+                yield from (Completion(word, -len(argument)) for word in fitting)
+
+    return Commands()
+
+
+def from_editor(text: str) -> str:
+    """What a person makes of ``text`` in their editor. Raises ChatError when that cannot be run or fails."""
+    editor = os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi"
+    with told(), tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "message.md"
+        path.write_text(text, "utf-8", "replace")
+        if subprocess.call([*shlex.split(editor), str(path)]):
+            raise ChatError(f"{editor} failed, and nothing was said")
+        return path.read_text("utf-8", "replace").rstrip("\n")
+
+
+@contextmanager
+def bracketed_paste() -> Iterator[None]:
+    """What is pasted during an answer stays marked as a paste, as the prompt has it, and is not read as typed
+    lines."""
+    on, off = ("\x1b[?2004h", "\x1b[?2004l") if escapes_work(sys.stdout) else ("", "")
+    print(on, end="", flush=True)
+    try:
+        yield
+    finally:
+        print(off, end="", flush=True)
+
+
+def private_file(path: Path) -> Path:
+    """The path of a file, made if need be, that nobody else may read from its first instant. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+    return path
