@@ -36,7 +36,7 @@ from show import (
     user_errors,
 )
 
-CACHES = ("contiguous", "none")
+CACHES = ("contiguous", "paged", "none")
 
 
 # ---- arguments

@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import monotonic
 
@@ -50,18 +50,37 @@ OPTIONS = {
 }
 
 
+@dataclass
+class Branch:
+    """One course of a conversation: the ``messages`` after the system message, each of the person's followed by its
+    answer; why the last answer ended; and the session that has read them."""
+
+    session: object
+    messages: list[dict] = field(default_factory=list)
+    stop: str = ""
+
+
 class Conversation:
-    """What a person and a model said, over a session. ``messages`` are those after the system message, each of the
-    person's followed by its answer."""
+    """What a person and a model said. There is one branch, until ``fork`` makes more."""
 
     def __init__(self, session, sampling, output, system: str | None = None, raw: bool = False, on_full: str = "stop"):
-        self.session, self.sampling, self.output = session, sampling, output
+        self.sampling, self.output = sampling, output
         self.system, self.raw, self.on_full = system, raw, on_full
-        self.messages: list[dict] = []
-        self.stop = ""  # why the last answer ended
-        self.branch, self.others = "main", {}  # the other branches by name: session, messages, stop
+        self.name, self.branches = "main", {"main": Branch(session)}
         self.reused, self.computed, self.prefill_s = 0, 0, 0.0  # prompt tokens of all answers so far
         self._saved, self._saved_at, self._saving = None, 0.0, 0.0  # as LAST: what, when, and the seconds it took
+
+    @property
+    def here(self) -> Branch:
+        return self.branches[self.name]
+
+    @property
+    def session(self):
+        return self.here.session
+
+    @property
+    def messages(self) -> list[dict]:
+        return self.here.messages
 
     # ---- answers
 
@@ -90,14 +109,14 @@ class Conversation:
         have = len(self.messages) // 2
         if not 1 <= count <= have:
             raise ChatError(f"there {'is 1 turn' if have == 1 else f'are {have} turns'} to take back")
-        self.messages, self.stop = self.messages[: -2 * count], ""
+        self.branches[self.name] = Branch(self.session, self.messages[: -2 * count])
 
     def clear(self) -> None:
-        self.messages, self.stop = [], ""
+        self.branches[self.name] = Branch(self.session)
 
     def go_on(self) -> None:
         """Go on with the last answer, which was cut. Raises ChatError too when it was not."""
-        if not self.messages or self.stop not in CUT:
+        if not self.messages or self.here.stop not in CUT:
             raise ChatError("the last answer was not cut; there is nothing to continue")
         *messages, last = self.messages
         self.answer(messages, last["content"])
@@ -147,15 +166,15 @@ class Conversation:
         self.prefill_s += turn.prefill_s
         if turn.stop == "interrupt" and not turn.generated_tokens:
             return
-        self.messages = [*messages, {"role": "assistant", "content": begun + turn.text}]
-        self.stop = turn.stop
+        said = [*messages, {"role": "assistant", "content": begun + turn.text}]
+        self.branches[self.name] = Branch(self.session, said, turn.stop)
         if turn.stop == "context":
             note(f"the context of {capacity} tokens is full, which ends the answer; a larger --ctx-size holds more")
 
     def _fitting(self, messages: list[dict], begun: str) -> tuple[list[dict], tuple[list[int], str]]:
         """The messages to answer, their ids with what is begun; without the oldest turns where ``on_full`` says so and
         the context has no room for an answer."""
-        prompt, capacity = self._prompt(messages, begun), self.session.cache.capacity
+        prompt, capacity = self._prompt(messages, begun), self.session.cache.longest
         room = min(capacity // 8, self.sampling.max_tokens or capacity)
         if self.on_full == "stop" or len(prompt[0]) + room <= capacity:
             return messages, prompt
@@ -190,13 +209,13 @@ class Conversation:
 
     def set(self, name: str, text: str) -> None:
         """Change an option of ``OPTIONS``; "default" takes it back. Raises ChatError for a value that cannot be."""
-        field, read = OPTIONS[name].field, OPTIONS[name].read
+        option = OPTIONS[name]
         try:
-            value = getattr(type(self.sampling)(), field) if text == "default" else read(text)
+            value = getattr(type(self.sampling)(), option.field) if text == "default" else option.read(text)
         except ValueError:
-            raise ChatError(f"{name} takes a {'whole ' if read is int else ''}number, not {text}") from None
+            raise ChatError(f"{name} takes a {'whole ' if option.read is int else ''}number, not {text}") from None
         try:
-            self.sampling = replace(self.sampling, **{field: value})
+            self.sampling = replace(self.sampling, **{option.field: value})
         except ValueError as error:
             raise ChatError(str(error)) from None
 
@@ -221,7 +240,7 @@ class Conversation:
     @property
     def left(self) -> int:
         """Tokens that the context still has room for."""
-        return self.session.cache.capacity - len(self.session.tokens)
+        return self.session.cache.longest - len(self.session.tokens)
 
     @property
     def saved_s(self) -> float:
@@ -233,40 +252,32 @@ class Conversation:
     def fork(self, name: str) -> None:
         """Go on in a branch that shares its past with this one. Raises ChatError when the name is taken, and
         SessionError when this kind of cache cannot share."""
-        if name in (self.branch, *self.others):
+        if name in self.branches:
             raise ChatError(f"there is a branch {name} already; /switch {name} goes to it")
-        session = self.session.fork()
-        self.others[self.branch] = (self.session, self.messages, self.stop)
-        self.session, self.branch = session, name
+        self.branches[name] = replace(self.here, session=self.session.fork())
+        self.name = name
 
     def switch(self, name: str) -> None:
         """Raises ChatError when there is no such branch."""
-        if name == self.branch:
-            return
-        if name not in self.others:
-            raise ChatError(f"no branch {name}; there are {', '.join(sorted([self.branch, *self.others]))}")
-        self.others[self.branch] = (self.session, self.messages, self.stop)
-        self.session, self.messages, self.stop = self.others.pop(name)
-        self.branch = name
-
-    def branches(self) -> list[tuple[str, int, int]]:
-        """The name, turns and tokens of each branch."""
-        here = (self.branch, len(self.messages) // 2, self.session.cache.length)
-        there = [(name, len(said) // 2, session.cache.length) for name, (session, said, _) in self.others.items()]
-        return sorted([here, *there])
+        if name not in self.branches:
+            raise ChatError(f"no branch {name}; there are {', '.join(self.branches)}")
+        self.name = name
 
     def take_session(self, session) -> None:
-        """Go on with another model; every branch, with its text. Raises SessionError, nothing changed, when branches
+        """Go on with another model; all branches, with their text. Raises SessionError, nothing changed, when they
         cannot share the new cache."""
-        others = {name: (session.fork(), messages, stop) for name, (_, messages, stop) in self.others.items()}
-        self.session, self.others = session, others
+        self.branches = {
+            name: replace(branch, session=session if name == self.name else session.fork())
+            for name, branch in self.branches.items()
+        }
 
     # ---- files
 
     def save(self, name: str) -> Path:
         """Keep the conversation and its cache under a name. Raises ChatError or SessionError."""
         path = session_file(name)
-        about = {"system": self.system, "messages": self.messages, "stop": self.stop, "raw": self.raw}
+        branches = {name: {"messages": each.messages, "stop": each.stop} for name, each in self.branches.items()}
+        about = {"system": self.system, "raw": self.raw, "name": self.name, "branches": branches}
         with told():
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             self.session.save(path, json.dumps(about))
@@ -282,20 +293,30 @@ class Conversation:
             self.take(self.session.load(path))
 
     def take(self, about: str) -> None:
-        """Go on with the text of a conversation that was kept. Raises ChatError when it is none of this terminal's."""
+        """Go on with the text of a conversation that was kept, in all its branches where the cache can share their
+        past. Raises ChatError when it is none of this terminal's."""
         try:
             kept = json.loads(about)
-            system, messages, stop, raw = kept["system"], kept["messages"], kept["stop"], kept["raw"]
+            name, raw, branches = kept["name"], kept["raw"], kept["branches"]
+            here = Branch(self.session, **branches.pop(name))
         except (ValueError, TypeError, KeyError):
             raise ChatError("the session holds no conversation of this terminal") from None
         if raw != self.raw:
             raise ChatError(f"the session was kept {'with' if raw else 'without'} --raw; start like that")
-        self.system, self.messages, self.stop = system, messages, stop
+        from generate import SessionError
+
+        self.system, self.name, self.branches = kept["system"], name, {name: here}
+        try:
+            self.branches |= {other: Branch(self.session.fork(), **said) for other, said in branches.items()}
+        except SessionError as error:
+            note(f"its other branches are left out ({', '.join(branches)}): {error}")
 
     def keep_last(self, leaving: bool = False) -> None:
-        """Keep it as the last one, unless writing would take more than a twentieth of the time. Raises as ``save``."""
-        said, start = (self.system, self.messages), monotonic()
-        if self.messages and said != self._saved and (leaving or start - self._saved_at > 20 * self._saving):
+        """Keep it as the last one: after each turn, or, where writing takes longer than a blink, for no more than a
+        twentieth of the time. Raises as ``save``."""
+        said, start = (self.system, self.name, self.messages), monotonic()
+        due = leaving or self._saving < 0.3 or start - self._saved_at > 20 * self._saving
+        if self.messages and said != self._saved and due:
             self.save(LAST)
             self._saved, self._saved_at = said, monotonic()
             self._saving = self._saved_at - start

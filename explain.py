@@ -18,7 +18,8 @@ def cache_report(session, turns: list[tuple[int, int]], whole: int, reused: int,
     used, reserved, per_token = cache.bytes_used, cache.bytes_reserved, cache.bytes_per_token
     full, empty = "█░" if can_show("█░") else "#."
     width = min(64, columns_of(sys.stdout) - 1)
-    yield f"cache {cache.kind}: {cache.length} of {cache.capacity} tokens"
+    forgotten = f", and {cache.forgotten} forgotten in the middle" if cache.forgotten else ""
+    yield f"cache {cache.kind}: {cache.held} of {cache.capacity} tokens{forgotten}"
     if not per_token:
         yield "It keeps nothing: every step computes the whole conversation again."
         return
@@ -36,7 +37,8 @@ def cache_report(session, turns: list[tuple[int, int]], whole: int, reused: int,
         )
     yield f"reused so far: {reused:,} tokens that were not computed again, which saved {saved:.1f} s"
     yield from _by_turn(turns, full, width - 40)
-    yield f"system message and chat template {whole - sum(map(sum, turns)):>5}"
+    if turns:
+        yield f"system message and chat template {whole - sum(map(sum, turns)):>5}"
     if len(session.tokens) > whole:
         yield f"taken back, and held until the next turn {len(session.tokens) - whole}"
     if hasattr(cache, "block_table"):
@@ -51,7 +53,7 @@ def _by_turn(turns: list[tuple[int, int]], full: str, width: int) -> Iterator[st
         rows.insert(0, (f"1-{len(early)}", sum(row[1] for row in early), sum(row[2] for row in early)))
     most = max((you + answer for _, you, answer in rows), default=1)
     for label, you, answer in rows:
-        yield f"turn {label:>5}  you {you:>5}  answer {answer:>5}  {full * round((you + answer) * width / most)}"
+        yield f"turn {label:<5}  you {you:>5}  answer {answer:>5}  {full * round((you + answer) * width / most)}"
 
 
 def _page_map(cache, width: int) -> Iterator[str]:

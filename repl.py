@@ -1,4 +1,4 @@
-"""The conversation at a terminal: how a message is typed, and every command.
+"""The conversation at a terminal: the prompt, the toolbar and every command.
 
 One table, ``COMMANDS``, says what each command is called, takes, does and offers to complete; /help, completion and the
 README's list come from it.
@@ -6,42 +6,20 @@ README's list come from it.
 
 from __future__ import annotations
 
-import os
-import shlex
-import signal
-import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
-from conversation import (
-    LAST,
-    ON_FULL,
-    OPTIONS,
-    Conversation,
-    nearest,
-    saved_sessions,
-    session_file,
-    state_folder,
-    told,
-)
+from conversation import LAST, ON_FULL, OPTIONS, Conversation, nearest, saved_sessions, session_file, told
 from explain import cache_report, tokens_report
-from show import CONTROL, ENDINGS, MODES, ChatError, escapes_work, filled, note, of, short, stats_for, user_errors
+from reader import KEYS, KeyReader, LineReader, bracketed_paste, from_editor, unquoted
+from show import CONTROL, MODES, ChatError, escapes_work, filled, note, of, short, stats_for, user_errors
 
 CHOICES = "/undo and /clear make room, /set on-full drop forgets the oldest turns"
-QUOTES = '"""'
-KEYS = {
-    "Alt+Enter": "a new line in the message",
-    f"{QUOTES} … {QUOTES}": "a message of several lines",
-    "//": "begins a message with a slash",
-    "Ctrl-R, Up": "search and recall what was typed",
-    "Tab": "complete a command, a name or a path",
-    "Ctrl-C, Ctrl-D": "end the answer, leave",
-}
 
 
 @dataclass(frozen=True)
@@ -61,7 +39,12 @@ class Repl:
         self.conversation, self.open_model = conversation, open_model
         self.over = self.warned = False
         self.attached: list[str] = []  # texts of files for the next message
-        self.reader = KeyReader(self, vi_mode) if escapes_work(sys.stdout) else LineReader()
+        self.reader = (
+            KeyReader(self._completions(), self.toolbar, vi_mode) if escapes_work(sys.stdout) else LineReader()
+        )
+
+    def _completions(self) -> dict:
+        return {name: (each.help, each.words and partial(each.words, self)) for name, each in COMMANDS.items()}
 
     def run(self, load: str | None = None, text: str | None = None) -> None:
         """Go on with the session ``load``, answer ``text``, and then read and answer until /quit or Ctrl-D. However
@@ -82,7 +65,7 @@ class Repl:
         try:
             action()
         except KeyboardInterrupt:
-            if not self.reader.typed():
+            if not self.reader.dropped():
                 note("Ctrl-D or /quit leaves")
         except EOFError:
             self.over = True
@@ -142,14 +125,16 @@ class Repl:
         session = self.conversation.session
         cache, model, turn = session.cache, session.model, session.last
         left = self.conversation.left
+        used, then = cache.capacity - left, f"{left} left"
+        if cache.longest > cache.capacity:
+            used, then = cache.held, f"{cache.forgotten} in the middle forgotten"
         facts = [
             "NEARLY FULL" if left <= cache.capacity // 10 else "",
-            f"{cache.capacity - left}/{cache.capacity} tokens, {left} left",
+            f"{used}/{cache.capacity} tokens, {then}",
             of(cache.bytes_used, cache.bytes_reserved),
             f"{turn.decode_tok_s:.1f} tok/s" if turn else "",
             f"{model.name}, {str(model.dtype).removeprefix('torch.')} on {model.device.type}",
-            f"branch {self.conversation.branch}" if self.conversation.others else "",
-            f"{cache.forgotten} in the middle forgotten" if getattr(cache, "forgotten", 0) else "",
+            f"branch {self.conversation.name}" if len(self.conversation.branches) > 1 else "",
         ]
         return " " + " │ ".join(filter(None, facts)).translate(CONTROL)
 
@@ -280,7 +265,7 @@ class Repl:
         try:
             self.conversation.load(argument)
         except SessionMismatch as error:
-            if not agreed(f"chat: {error}. Compute it again from the text?"):
+            if not agreed(f"chat: {argument} is of another model or cache ({error.part}); compute it from its text?"):
                 return
             self.conversation.take(error.about)
         turns, session = len(self.conversation.messages) // 2, self.conversation.session
@@ -310,18 +295,19 @@ class Repl:
     # ---- commands: branches
 
     def fork(self, argument: str) -> None:
-        taken = [name for name, *_ in self.conversation.branches()]
-        free = next(f"fork-{n}" for n in range(1, len(taken) + 2) if f"fork-{n}" not in taken)
-        self.conversation.fork(argument or free)
-        note(f"this is branch {self.conversation.branch}; /switch {taken[0] if len(taken) == 1 else 'NAME'} goes back")
+        conversation, before = self.conversation, self.conversation.name
+        free = (f"fork-{n}" for n in range(1, len(conversation.branches) + 2))
+        conversation.fork(argument or next(name for name in free if name not in conversation.branches))
+        note(f"this is branch {conversation.name}; /switch {before} goes back")
 
     def switch(self, argument: str) -> None:
         self.conversation.switch(argument)
         note(f"this is branch {argument}, {len(self.conversation.messages) // 2} turns")
 
-    def branches(self, argument: str) -> None:
-        for name, turns, tokens in self.conversation.branches():
-            print(f"{'*' if name == self.conversation.branch else ' '} {name:<20} {turns} turns, {tokens} tokens")
+    def list_branches(self, argument: str) -> None:
+        for name, branch in self.conversation.branches.items():
+            turns, tokens = len(branch.messages) // 2, branch.session.cache.length
+            print(f"{'*' if name == self.conversation.name else ' '} {name:<20} {turns} turns, {tokens} tokens")
 
     def quit(self, argument: str) -> None:
         self.over = True
@@ -359,10 +345,8 @@ COMMANDS = {
     "delete": Command("NAME", "delete one that was kept", Repl.delete, _saved),
     "export": Command("FILE.md", "write the conversation as Markdown", Repl.export, None),
     "fork": Command("[name]", "go on in a branch that shares its past (--cache paged)", Repl.fork),
-    "switch": Command(
-        "NAME", "go to another branch", Repl.switch, lambda repl: [name for name, *_ in repl.conversation.branches()]
-    ),
-    "branches": Command("", "the branches of this conversation", Repl.branches),
+    "switch": Command("NAME", "go to another branch", Repl.switch, lambda repl: repl.conversation.branches),
+    "branches": Command("", "the branches of this conversation", Repl.list_branches),
     "model": Command("PATH", "go on with another model", Repl.model, None),
     "quit": Command("", "leave, as Ctrl-D does", Repl.quit),
 }
@@ -381,187 +365,3 @@ def agreed(question: str) -> bool:
         return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
     except EOFError:
         return False
-
-
-# ---- reading
-
-
-def unquoted(text: str) -> str:
-    """What a typed text says, without the quotes around several lines or the slash that guards another."""
-    if text.startswith(QUOTES):
-        return text.removeprefix(QUOTES).rstrip().removesuffix(QUOTES).strip("\n")
-    return text[1:] if text.startswith("//") else text
-
-
-def unfinished(text: str) -> bool:
-    """Whether quotes are open."""
-    return text.startswith(QUOTES) and not (len(text.rstrip()) >= 2 * len(QUOTES) and text.rstrip().endswith(QUOTES))
-
-
-class LineReader:
-    """Reads lines where the terminal can do no more."""
-
-    def __init__(self):
-        sys.stdin.reconfigure(errors="replace")
-
-    def read(self, text: str = "") -> tuple[str, bool]:
-        """A message or a command, in place of ``text``, and whether it was pasted, which shows nowhere here. Raises
-        EOFError and KeyboardInterrupt."""
-        if text:
-            print(text.translate(CONTROL))
-        try:
-            lines = [input("> ")]
-            while unfinished("\n".join(lines)):
-                lines.append(input("... "))
-        except KeyboardInterrupt:
-            print()
-            raise
-        return "\n".join(lines), False
-
-    def typed(self) -> str:
-        return ""
-
-
-class KeyReader:
-    """Reads with editing, history, completion and a toolbar."""
-
-    def __init__(self, repl: Repl, vi_mode: bool):
-        from prompt_toolkit import PromptSession
-        from prompt_toolkit.filters import Condition
-
-        self.pasted = ""  # what was pasted into an empty line
-        at_command = Condition(lambda: self._session.default_buffer.text.startswith("/"))
-        self._session = PromptSession(
-            "> ",
-            history=message_history(),
-            key_bindings=self._bindings(),
-            completer=command_completer(repl),
-            complete_while_typing=at_command,
-            bottom_toolbar=repl.toolbar,
-            vi_mode=vi_mode,
-        )
-
-    def read(self, text: str = "") -> tuple[str, bool]:
-        """A message or a command, beginning with ``text``, and whether it was pasted. Raises EOFError and
-        KeyboardInterrupt."""
-        self.pasted = ""
-        with self._orderly_endings():
-            typed = self._session.prompt(default=text)
-        return typed, bool(self.pasted) and typed.startswith(self.pasted)
-
-    def typed(self) -> str:
-        """What stood in the line when Ctrl-C dropped it."""
-        return self._session.default_buffer.text
-
-    @contextmanager
-    def _orderly_endings(self) -> Iterator[None]:
-        """A signal that ends the program ends the prompt first, which puts the terminal right: an exception from inside
-        its event loop would end as a traceback."""
-        app = self._session.app
-
-        def leave(signum, frame):
-            error = SystemExit(128 + signum)
-            if app.loop is None:
-                raise error
-            app.loop.call_soon_threadsafe(lambda: app.exit(exception=error))
-
-        before = {signum: signal.signal(signum, leave) for signum in ENDINGS if callable(signal.getsignal(signum))}
-        try:
-            yield
-        finally:
-            for signum, handler in before.items():
-                signal.signal(signum, handler)
-
-    def _bindings(self):
-        from prompt_toolkit.filters import Condition
-        from prompt_toolkit.key_binding import KeyBindings
-        from prompt_toolkit.keys import Keys
-
-        bindings = KeyBindings()
-        quoting = Condition(lambda: not self.pasted and unfinished(self._session.default_buffer.text))
-
-        @bindings.add("escape", "enter")
-        @bindings.add("enter", filter=quoting)
-        def _(event):
-            event.current_buffer.insert_text("\n")
-
-        @bindings.add(Keys.BracketedPaste)
-        def _(event):
-            buffer, text = event.current_buffer, event.data.replace("\r\n", "\n").replace("\r", "\n")
-            if not buffer.document.text_before_cursor:
-                self.pasted = text
-            buffer.insert_text(text)
-
-        return bindings
-
-
-def message_history():
-    """What was typed, from one run to the next, in a file of the person's own; where there can be none, a note."""
-    from prompt_toolkit.history import FileHistory, InMemoryHistory
-
-    class History(FileHistory):
-        def store_string(self, string: str) -> None:
-            with suppress(OSError):  # a full disk is no reason to stop talking
-                super().store_string(string.encode("utf-8", "replace").decode())
-
-    try:
-        return History(private_file(state_folder() / "history"))
-    except (OSError, ChatError) as error:
-        note(f"messages are not kept from one run to the next: {error}")
-        return InMemoryHistory()
-
-
-def command_completer(repl: Repl):
-    """Completes commands, their arguments and paths."""
-    from prompt_toolkit.completion import Completer, Completion, PathCompleter
-    from prompt_toolkit.document import Document
-
-    paths = PathCompleter(expanduser=True)
-
-    class Commands(Completer):
-        def get_completions(self, document, event):
-            text = document.text_before_cursor
-            name, space, argument = text[1:].partition(" ")
-            if not text.startswith("/") or "\n" in text:
-                return
-            if not space:
-                for known, command in COMMANDS.items():
-                    if known.startswith(name):
-                        yield Completion(known, -len(name), display_meta=command.help)
-            elif name in COMMANDS and COMMANDS[name].words is None:
-                yield from paths.get_completions(Document(argument), event)
-            elif name in COMMANDS:
-                fitting = (word for word in COMMANDS[name].words(repl) if word.startswith(argument))
-                yield from (Completion(word, -len(argument)) for word in fitting)
-
-    return Commands()
-
-
-def from_editor(text: str) -> str:
-    """What a person makes of ``text`` in their editor. Raises ChatError when that cannot be run or fails."""
-    editor = os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi"
-    with told(), tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "message.md"
-        path.write_text(text, "utf-8", "replace")
-        if subprocess.call([*shlex.split(editor), str(path)]):
-            raise ChatError(f"{editor} failed, and nothing was said")
-        return path.read_text("utf-8", "replace").rstrip("\n")
-
-
-@contextmanager
-def bracketed_paste() -> Iterator[None]:
-    """What is pasted during an answer stays marked as a paste, as the prompt has it, and is not read as typed
-    lines."""
-    on, off = ("\x1b[?2004h", "\x1b[?2004l") if escapes_work(sys.stdout) else ("", "")
-    print(on, end="", flush=True)
-    try:
-        yield
-    finally:
-        print(off, end="", flush=True)
-
-
-def private_file(path: Path) -> Path:
-    """The path of a file, made if need be, that nobody else may read from its first instant. Raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
-    return path

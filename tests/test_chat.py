@@ -382,7 +382,8 @@ def test_plan_prints_exact_bytes_from_the_config_alone(
 def test_plan_ends_at_the_context_that_is_asked_for(run, successor):
     code, out, err = run("--model", successor, "--plan", "-c", 2000)
     assert (code, err) == (0, "")
-    lengths = re.findall(r"(\d+) tokens .*  (\d+) bytes$", out[out.index("cache contiguous") :], re.M)
+    contiguous = out[out.index("cache contiguous") :].split("\n\n")[0]
+    lengths = re.findall(r"(\d+) tokens .*  (\d+) bytes$", contiguous, re.M)
     assert lengths == [("1024", str(1024 * 2080)), ("2000", str(2000 * 2080))]
 
 

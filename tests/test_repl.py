@@ -15,6 +15,7 @@ import pytest
 from conftest import says, successor_folder
 from terminal import ANSWER, CHAT, STEPS, SUMMARY, Terminal, environment
 
+import reader
 import repl
 
 
@@ -153,7 +154,7 @@ def test_history_is_private_and_lies_under_xdg_state_home(terminal, state):
 def test_history_file_is_private_whatever_the_umask(tmp_path):
     before = os.umask(0)
     try:
-        path = repl.private_file(tmp_path / "deep" / "history")
+        path = reader.private_file(tmp_path / "deep" / "history")
     finally:
         os.umask(before)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -230,7 +231,7 @@ def test_a_template_that_refuses_is_quoted_and_the_chat_goes_on(successor, tmp_p
 def test_every_command_and_key_is_in_the_help_and_one_command_has_its_own(terminal):
     lines = terminal.say("/help")
     assert all(any(line.startswith(f"/{name} ") for line in lines) for name in repl.COMMANDS)
-    assert all(any(line.startswith(key) for line in lines) for key in repl.KEYS)
+    assert all(any(line.startswith(key) for line in lines) for key in reader.KEYS)
     assert terminal.say("/help undo")[1:] == [f"/{'undo [n]':<30} take back the last turn, or n of them"]
     assert "did you mean undo?" in terminal.say("/help und")[1]
 
@@ -378,8 +379,8 @@ def test_cache_and_tokens_explain_what_is_held(terminal):
     assert re.match(r"0.1 of 1.0 MiB used, 0.9 reserved and free; [\d.]+ [GM]iB more on the device", lines[3])
     assert lines[4] == "2,080 bytes a token, 2,080 in each of 1 layers"
     assert re.match(r"reused so far: \d+ tokens that were not computed again, which saved \d+\.\d s", lines[5])
-    assert re.match(r"turn +1  you +2  answer +11  █+", lines[6])
-    assert re.match(r"turn +2  you +4  answer +11  █+", lines[7])
+    assert re.match(r"turn 1 +you +2  answer +11  █+", lines[6])
+    assert re.match(r"turn 2 +you +4  answer +11  █+", lines[7])
     assert lines[8] == "system message and chat template    40"
     terminal.say("/undo")
     assert terminal.say("/cache")[-1] == "taken back, and held until the next turn 36"
@@ -521,17 +522,17 @@ def test_session_is_kept_and_goes_on_in_another_process_without_a_prefill(succes
     assert terminal.say("/history")[-2:] == ["> third", ANSWER]
 
 
-def test_session_of_another_model_names_the_part_and_goes_on_from_its_text(successor, endless, tmp_path):
+def test_session_of_another_model_names_the_part_and_goes_on_from_its_text(successor, tiny_gqa, tmp_path):
     terminal = Terminal(tmp_path, "--model", successor)
     terminal.say("hi")
     terminal.say("/save it")
-    terminal.say(f"/model {endless}")
+    terminal.say(f"/model {tiny_gqa}")
     terminal.say("/clear")
     for answer, said in (("n", ["> /history"]), ("y", ["> /history", "> hi", ANSWER])):
         terminal.screen.reset()
         terminal.type("/load it\r")
-        terminal.see("Compute it again from the text? [y/N]")
-        assert "its weights" in " ".join(terminal.screen.shown)
+        terminal.see("compute it from its text? [y/N]")
+        assert "(weights)" in " ".join(terminal.screen.shown)
         terminal.type(f"{answer}\r")
         terminal.until(lambda: terminal.screen.shown[terminal.screen.cursor.y] == ">")
         assert terminal.say("/history") == said
@@ -556,6 +557,11 @@ def test_branches_share_their_past_in_pages_and_nowhere_else(successor, terminal
         ["other", "3", "turns,", terminal.screen.shown[2].split()[3]],
     ]
     assert terminal.say("/switch nowhere")[1] == "chat: no branch nowhere; there are main, other"
+    terminal.say("/save both")
+    terminal = Terminal(tmp_path, "--model", successor, "--cache", "paged", "--load", "both")
+    terminal.say("/switch other")
+    assert terminal.say("/history")[-2:] == ["> one", ANSWER]
+    assert reused(terminal.say("three")) > 60  # all but the last turn is main's too
 
 
 # ---- reading
@@ -596,9 +602,9 @@ def test_bytes_that_are_no_text_are_answered_kept_and_shown(successor, tmp_path)
     assert terminal.say("and?")[1] == ANSWER
 
 
-def test_empty_lines_say_nothing_and_no_colour_is_no_colour(successor, tmp_path, monkeypatch):
-    monkeypatch.setenv("NO_COLOR", "1")
-    terminal = Terminal(tmp_path, "--model", successor, "--stats", "summary")
+def test_empty_lines_say_nothing_and_no_colour_is_no_colour(successor, tmp_path):
+    command = f"NO_COLOR=1 exec {sys.executable} {CHAT} --model {successor} --stats summary"
+    terminal = Terminal(tmp_path, command=command)
     assert terminal.say("") == [">"]
     assert terminal.say("   ") == [">"]
     assert terminal.say("hi")[1] == ANSWER

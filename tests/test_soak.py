@@ -133,7 +133,8 @@ for n in range(20):
     if not child:
         while True:  # each file has its own number in the text and in the tokens
             n += 1
-            conversation.messages = [{"role": "user", "content": str(n)}, {"role": "assistant", "content": "!"}]
+            said = [{"role": "user", "content": str(n)}, {"role": "assistant", "content": "!"}]
+            conversation.here.messages = said
             conversation.session.tokens = [n % 200] * conversation.session.cache.length
             conversation.save("whole")
     time.sleep(random.random() * 0.1)

@@ -1,0 +1,217 @@
+"""How a message is typed: keys, several lines, pastes, history, completion, and an editor of one's own."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from conversation import state_folder, told
+from show import CONTROL, ENDINGS, ChatError, escapes_work, note
+
+QUOTES = '"""'
+KEYS = {
+    "Alt+Enter": "a new line in the message",
+    f"{QUOTES} … {QUOTES}": "a message of several lines",
+    "//": "begins a message with a slash",
+    "Ctrl-R, Up": "search and recall what was typed",
+    "Tab": "complete a command, a name or a path",
+    "Ctrl-C, Ctrl-D": "end the answer, leave",
+}
+
+
+def unquoted(text: str) -> str:
+    """What a typed text says, without the quotes around several lines or the slash that guards another."""
+    if text.startswith(QUOTES):
+        return text.removeprefix(QUOTES).rstrip().removesuffix(QUOTES).strip("\n")
+    return text[1:] if text.startswith("//") else text
+
+
+def unfinished(text: str) -> bool:
+    """Whether quotes are open."""
+    text = text.rstrip()
+    return text.startswith(QUOTES) and not (len(text) >= 2 * len(QUOTES) and text.endswith(QUOTES))
+
+
+class LineReader:
+    """Reads lines where the terminal can do no more."""
+
+    def __init__(self):
+        sys.stdin.reconfigure(errors="replace")
+
+    def read(self, text: str = "") -> tuple[str, bool]:
+        """A message or a command, in place of ``text``, and whether it was pasted, which nothing tells here. Raises
+        EOFError and KeyboardInterrupt."""
+        if text:
+            print(text.translate(CONTROL))
+        try:
+            lines = [input("> ")]
+            while unfinished("\n".join(lines)):
+                lines.append(input("... "))
+        except KeyboardInterrupt:
+            print()
+            raise
+        return "\n".join(lines), False
+
+    def dropped(self) -> str:
+        """What stood in the line when Ctrl-C dropped it."""
+        return ""
+
+
+class KeyReader:
+    """Reads with editing, history, completion and a toolbar.
+
+    ``commands`` has for each command its help, and what lists its arguments, None where that is a path.
+    """
+
+    def __init__(
+        self,
+        commands: dict[str, tuple[str, Callable[[], Iterable[str]] | None]],
+        toolbar: Callable[[], str],
+        vi_mode: bool,
+    ):
+        from prompt_toolkit import PromptSession
+        from prompt_toolkit.cursor_shapes import ModalCursorShapeConfig
+        from prompt_toolkit.filters import Condition
+
+        self.pasted = ""  # what was pasted into an empty line
+        self._session = PromptSession(
+            "> ",
+            history=message_history(),
+            key_bindings=self._bindings(),
+            completer=completer(commands),
+            complete_while_typing=Condition(lambda: self.dropped().startswith("/")),
+            bottom_toolbar=toolbar,
+            vi_mode=vi_mode,
+            cursor=ModalCursorShapeConfig() if vi_mode else None,
+        )
+
+    def read(self, text: str = "") -> tuple[str, bool]:
+        """A message or a command, beginning with ``text``, and whether it was pasted. Raises EOFError and
+        KeyboardInterrupt."""
+        self.pasted = ""
+        with self._orderly_endings():
+            typed = self._session.prompt(default=text)
+        return typed, bool(self.pasted) and typed.startswith(self.pasted)
+
+    def dropped(self) -> str:
+        """What stands in the line, or stood there when Ctrl-C dropped it."""
+        return self._session.default_buffer.text
+
+    @contextmanager
+    def _orderly_endings(self) -> Iterator[None]:
+        """A signal that ends the program ends the prompt first, which puts the terminal right: an exception from inside
+        its event loop would end as a traceback."""
+        app = self._session.app
+
+        def leave(signum, frame):
+            error = SystemExit(128 + signum)
+            if app.loop is None:
+                raise error
+            app.loop.call_soon_threadsafe(lambda: app.exit(exception=error))
+
+        before = {signum: signal.signal(signum, leave) for signum in ENDINGS if callable(signal.getsignal(signum))}
+        try:
+            yield
+        finally:
+            for signum, handler in before.items():
+                signal.signal(signum, handler)
+
+    def _bindings(self):
+        from prompt_toolkit.filters import Condition
+        from prompt_toolkit.key_binding import KeyBindings
+        from prompt_toolkit.keys import Keys
+
+        bindings = KeyBindings()
+
+        @bindings.add("escape", "enter")
+        @bindings.add("enter", filter=Condition(lambda: not self.pasted and unfinished(self.dropped())))
+        def _(event):
+            event.current_buffer.insert_text("\n")
+
+        @bindings.add(Keys.BracketedPaste)
+        def _(event):
+            buffer, text = event.current_buffer, event.data.replace("\r\n", "\n").replace("\r", "\n")
+            if not buffer.document.text_before_cursor:
+                self.pasted = text
+            buffer.insert_text(text)
+
+        return bindings
+
+
+def message_history():
+    """What was typed, from one run to the next, in a file of the person's own; where there can be none, a note."""
+    from prompt_toolkit.history import FileHistory, InMemoryHistory
+
+    class History(FileHistory):
+        def store_string(self, string: str) -> None:
+            with suppress(OSError):  # a full disk is no reason to stop talking
+                super().store_string(string.encode("utf-8", "replace").decode())
+
+    try:
+        return History(private_file(state_folder() / "history"))
+    except (OSError, ChatError) as error:
+        note(f"messages are not kept from one run to the next: {error}")
+        return InMemoryHistory()
+
+
+def completer(commands: dict[str, tuple[str, Callable[[], Iterable[str]] | None]]):
+    """Completes commands, their arguments and paths."""
+    from prompt_toolkit.completion import Completer, Completion, PathCompleter
+    from prompt_toolkit.document import Document
+
+    paths = PathCompleter(expanduser=True)
+
+    class Commands(Completer):
+        def get_completions(self, document, event):
+            text = document.text_before_cursor
+            name, space, argument = text[1:].partition(" ")
+            if not text.startswith("/") or "\n" in text:
+                return
+            if not space:
+                fitting = ((known, help) for known, (help, _) in commands.items() if known.startswith(name))
+                yield from (Completion(known, -len(name), display_meta=help) for known, help in fitting)
+            elif name in commands:
+                words = commands[name][1]
+                if words is None:
+                    yield from paths.get_completions(Document(argument), event)
+                else:
+                    yield from (Completion(word, -len(argument)) for word in words() if word.startswith(argument))
+
+    return Commands()
+
+
+def from_editor(text: str) -> str:
+    """What a person makes of ``text`` in their editor. Raises ChatError when that cannot be run or fails."""
+    editor = os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi"
+    with told(), tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "message.md"
+        path.write_text(text, "utf-8", "replace")
+        if subprocess.call([*shlex.split(editor), str(path)]):
+            raise ChatError(f"{editor} failed, and nothing was said")
+        return path.read_text("utf-8", "replace").rstrip("\n")
+
+
+@contextmanager
+def bracketed_paste() -> Iterator[None]:
+    """What is pasted during an answer stays marked as a paste, as the prompt has it, and is not read as typed
+    lines."""
+    on, off = ("\x1b[?2004h", "\x1b[?2004l") if escapes_work(sys.stdout) else ("", "")
+    print(on, end="", flush=True)
+    try:
+        yield
+    finally:
+        print(off, end="", flush=True)
+
+
+def private_file(path: Path) -> Path:
+    """The path of a file, made if need be, that nobody else may read from its first instant. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+    return path
