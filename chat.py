@@ -363,7 +363,8 @@ def answer_file(args: argparse.Namespace) -> int:
     """Answer each line of a file; the exit code."""
     from lines import InOrder, Lines, answer_lines, results
 
-    with lines_of(args.batch) as file, results(args.output and Path(args.output)) as (write, done):
+    file = lines_of(args.batch)
+    with results(args.output and Path(args.output)) as (write, done):
         batch, requests = open_batch(args)
         output = InOrder(write, done)
         progress = Progress(batch, output, args)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from queue import Empty, Queue
 from threading import Thread
+from typing import IO
 
 from batch import Batch, Sequence, seeded
 from cache import CacheFull
@@ -96,16 +97,18 @@ class Requests:
 
 
 class Lines:
-    """The lines of a file, read in a thread of its own: answers under way do not wait for the next one."""
+    """The lines of a file, read in a thread of its own, which closes it: answers under way do not wait for the next
+    line, and who waits for it can be interrupted."""
 
-    def __init__(self, file: Iterable[bytes]):
+    def __init__(self, file: IO[bytes]):
         self.ended, self._queue = False, Queue(64)
         Thread(target=self._read, args=(file,), daemon=True).start()
 
-    def _read(self, file: Iterable[bytes]) -> None:
+    def _read(self, file: IO[bytes]) -> None:
         try:
-            for line in file:
-                self._queue.put(line)
+            with file:
+                for line in file:
+                    self._queue.put(line)
             self._queue.put(None)
         except OSError as error:
             self._queue.put(error)
@@ -155,12 +158,16 @@ def results(path: Path | None) -> Iterator[tuple[Callable[[dict], None], int]]:
     """What writes a result as a line, and how many there are already. They go to stdout, or to a file, which is on the
     disk at the end; in one that holds results, a line that was cut off is taken away.
 
-    Raises BatchError for a file that holds anything else, and OSError.
+    Raises BatchError for a file that holds anything else, or cannot be opened, and OSError.
     """
     if path is None:
         yield (lambda result: print(json.dumps(result), flush=True)), 0
         return
-    with open(path, "ab+") as file:
+    try:
+        file = open(path, "ab+")  # noqa: SIM115
+    except OSError as error:
+        raise BatchError(f"{path}: {error.strerror or error}") from None
+    with file:
         count = end = 0
         file.seek(0)
         for line in file:

@@ -1,5 +1,5 @@
-"""batch.py and lines.py: an answer among many is the one that it would be alone, pages are held once and never lost, and
-a file of prompts is answered line by line whatever happens."""
+"""batch.py and lines.py: an answer among many is the one that it would be alone, pages are held once and never lost,
+and a file of prompts is answered line by line whatever happens."""
 
 import json
 import os
@@ -587,7 +587,12 @@ def test_a_closed_pipe_ends_quietly(engine, prompts):
 # ---- samples, and what is refused
 
 
-def test_samples_follow_each_other_with_their_seeds(engine, capsys):
+@pytest.fixture
+def no_stdin(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+
+
+def test_samples_follow_each_other_with_their_seeds(engine, no_stdin, capsys):
     argv = ["--model", engine.folder, "-p", "hi", "-c", 200, "--seed", 3, "--temp", 1, "-n", 6, "--samples", 3]
     code, results, err = run(capsys, *argv, "--json")
     assert (code, err) == (0, "")
@@ -617,7 +622,7 @@ def test_samples_follow_each_other_with_their_seeds(engine, capsys):
         (["--samples", "2", "-p", "hi", "-c", "8"], "--ctx-size"),
     ],
 )
-def test_what_cannot_be_is_refused_in_a_line(engine, capsys, argv, said):
+def test_what_cannot_be_is_refused_in_a_line(engine, no_stdin, capsys, argv, said):
     assert chat.main(["--model", str(engine.folder), *argv]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("chat: ") and err.count("\n") == 1 and said in err
