@@ -8,7 +8,9 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
+import pexpect
 import pytest
 import torch
 from conftest import tiny_folder
@@ -122,6 +124,20 @@ def test_any_prompts_in_any_order_over_any_pool_are_answered_as_alone(engine, da
             check_pool(batch)
     ended |= finish(batch)
     assert {i: told(sequence) for i, sequence in ended.items()} == wanted
+
+
+def test_layers_that_see_a_window_see_it_in_a_batch_too(engine):
+    model = load(engine.folder, dtype=torch.float32)
+    model.config = replace(model.config, windows=(7, None, 20))
+    batch = Batch(model, engine.tokenizer, Pool(model.config, 20, "cpu", torch.float32), CONTEXT)
+    sampling, lengths = Sampling(temperature=0, max_tokens=30), (3, 16, 40)
+    for i, length in enumerate(lengths):
+        batch.add(i, prompt_of(length), sampling)
+    ended = finish(batch)
+    for i, length in enumerate(lengths):
+        session = Session(model, make("none", model.config, CONTEXT), engine.tokenizer)
+        list(session.generate(prompt_of(length), sampling))
+        assert ended[i].tokens == session.tokens
 
 
 def test_a_full_pool_makes_the_youngest_wait_and_changes_no_draw(engine, monkeypatch):
@@ -582,6 +598,16 @@ def test_a_closed_pipe_ends_quietly(engine, prompts):
     process.stdout.readline()
     process.stdout.close()
     assert (process.wait(20), process.stderr.read()) == (0, b"")
+
+
+def test_a_terminal_sees_how_far_it_is_and_then_a_summary(engine, prompts, tmp_path):
+    command = f"{sys.executable} {CHAT} --model {engine.folder} --batch {prompts(*MANY)} -n 9 -c 200 -o {tmp_path}/out"
+    terminal = pexpect.spawn("sh", ["-c", command], env=environment(), encoding="utf-8", dimensions=(24, 60))
+    terminal.expect(r"\r\d+ answered, \d+ under way, \d+ of 50 pages, \d+ tokens in [^\r\n]*\x1b\[K", timeout=30)
+    terminal.expect(r"\r\x1b\[Kchat: 24 lines answered, \d+ tokens in", timeout=30)
+    terminal.expect(pexpect.EOF, timeout=10)
+    terminal.close()
+    assert terminal.exitstatus == 0
 
 
 # ---- samples, and what is refused
