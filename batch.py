@@ -97,7 +97,7 @@ class Batch:
 
     def __init__(self, model: Llama, tokenizer: Tokenizer, pool: Pool, context: int):
         self.model, self.tokenizer, self.pool = model, tokenizer, pool
-        self.longest = min(context, len(pool.references) * pool.page_size)
+        self.context, self.room = context, len(pool.references) * pool.page_size
         self.running: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
         self.drawn, self.interrupted = 0, False  # tokens so far; whether to stop
@@ -111,7 +111,10 @@ class Batch:
         Raises ValueError for an empty prompt, or for ids outside the vocabulary, and CacheFull for one that never
         fits.
         """
-        check_prompt(prompt, self.longest, self.model.config.vocab_size)
+        check_prompt(prompt, self.context, self.model.config.vocab_size)
+        if len(prompt) > self.room:
+            sizes = f"the prompt has {len(prompt)} tokens and the pool holds {self.room}"
+            raise CacheFull(f"{sizes}; shorten it, or take a larger --pool")
         first, *twins = (self._sequence(index + i, prompt, seeded(sampling, i)) for i in range(samples))
         if first.limit == 0:
             for sequence in (first, *twins):
@@ -124,7 +127,8 @@ class Batch:
             self.waiting.append(first)
 
     def _sequence(self, index: int, prompt: list[int], sampling: Sampling) -> Sequence:
-        cache = PagedCache(self.model.config, self.longest, self.model.device, self.pool.keys_values.dtype, self.pool)
+        longest, dtype = min(self.context, self.room), self.pool.keys_values.dtype
+        cache = PagedCache(self.model.config, longest, self.model.device, dtype, self.pool)
         return Sequence(index, prompt, sampling, cache, self.model, self.tokenizer)
 
     @property
@@ -145,20 +149,24 @@ class Batch:
 
         When it fails, all begin again with the tokens they have.
         """
-        parts = self._decode()
-        parts += self._prefill(self._size - len(parts))
-        if parts:
-            try:
-                hidden = self._pass(parts)
-            except BaseException:
-                self.pool.forget()
-                while self.running:
-                    self._give_up()
-                raise
-            self._draw(parts, hidden)
-        ended, self._ended = self._ended + [s for s in self.running if s.ended], []
-        self.running = [sequence for sequence in self.running if not sequence.ended]
+        try:
+            parts = self._decode()
+            parts += self._prefill(self._size - len(parts))
+            if parts:
+                self._draw(parts, self._pass(parts))
+        except BaseException:
+            self._part_with_ended()
+            self.pool.forget()
+            while self.running:
+                self._give_up()
+            raise
+        self._part_with_ended()
+        ended, self._ended = self._ended, []
         return ended
+
+    def _part_with_ended(self) -> None:
+        self._ended += [sequence for sequence in self.running if sequence.ended]
+        self.running = [sequence for sequence in self.running if not sequence.ended]
 
     # -- who takes part
 

@@ -372,7 +372,8 @@ def answer_file(args: argparse.Namespace) -> int:
             try:
                 answer_lines(batch, Lines(file), requests, output, progress.after_step)
             finally:
-                progress.end()
+                progress.clear()
+            progress.done()
     return 130 if batch.interrupted else 0
 
 
@@ -405,9 +406,11 @@ class Progress:
             line = f"{self.output.next} answered, {len(batch.running)} under way, {pages}, {self.speed}"
             print(f"\r{line[: columns_of(sys.stderr) - 1]}\x1b[K", end="", file=sys.stderr, flush=True)
 
-    def end(self) -> None:
+    def clear(self) -> None:
         if self.shown:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+    def done(self) -> None:
         if not self.quiet:
             before = f" after {self.before} that were there" if self.before else ""
             stopped = "; stopped before the end" if self.batch.interrupted else ""

@@ -62,6 +62,9 @@ class Requests:
         for name in ("prompt", "system"):
             if not isinstance(asked.get(name, ""), str):
                 raise ValueError(f"{name} must be text")
+        messages = asked.get("messages", [{}])
+        if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
+            raise ValueError("messages must be a list of objects, each with a role and a content")
         return asked
 
     def _sampling(self, asked: dict, default: Sampling) -> Sampling:
@@ -80,15 +83,13 @@ class Requests:
         return replace(sampling, stop=(*sampling.stop, PLAIN_STOP))
 
     def _ids(self, asked: dict) -> list[int]:
-        if self.raw:
-            if asked.keys() & {"messages", "system"}:
-                raise ValueError("messages and system need the chat template that --raw leaves out")
-            return self.tokenizer.encode(asked["prompt"])
-        messages = asked.get("messages", [{"role": "user", "content": asked.get("prompt")}])
-        if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
-            raise ValueError("messages must be a list of objects, each with a role and a content")
-        if messages[-1].get("content") == "" or "prompt" in asked and not asked["prompt"].strip():
+        if self.raw and asked.keys() & {"messages", "system"}:
+            raise ValueError("messages and system need the chat template that --raw leaves out")
+        if "prompt" in asked and not asked["prompt"].strip():
             raise ValueError("the prompt is empty")
+        if self.raw:
+            return self.tokenizer.encode(asked["prompt"])
+        messages = asked.get("messages") or [{"role": "user", "content": asked.get("prompt")}]
         begun = messages[0].get("role") == "system"
         if begun and "system" in asked:
             raise ValueError("system is given, and messages have one too")

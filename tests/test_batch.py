@@ -20,9 +20,9 @@ from terminal import CHAT, environment
 
 import chat
 import lines
-from batch import Batch
+from batch import Batch, Sequence
 from cache import CacheFull, make
-from generate import Sampling, Session
+from generate import Sampler, Sampling, Session
 from model import load
 from paged import FlashBatch, PagedBatch, PagedCache, Pool
 from tokenizer import Tokenizer
@@ -205,6 +205,36 @@ def test_a_pass_that_fails_loses_nothing(engine, monkeypatch):
         assert told(ended[i]) == engine.alone(prompt_of(40) + [i + 5], sampling)
 
 
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["extend", "attend", "draw", "take"]), st.integers(0, 60)), max_size=5))
+def test_an_interrupt_anywhere_in_a_step_leaves_a_batch_that_goes_on(engine, moments):
+    """Greedy, since a draw that nobody has seen is drawn again."""
+    batch, ended = engine.batch(12), {}
+    for i in range(3):
+        batch.add(2 * i, prompt_of(30) + [i + 5], Sampling(temperature=0, max_tokens=9), samples=2)
+    places = {"extend": Sequence, "attend": PagedBatch, "draw": Sampler, "take": Sequence}
+    while batch.busy:
+        with pytest.MonkeyPatch.context() as patch:
+            if moments:
+                name, count = moments.pop()
+                whole, left = getattr(places[name], name), [count]
+
+                def broken(*arguments, left=left, whole=whole):
+                    left[0] -= 1
+                    if left[0] == -1:
+                        raise KeyboardInterrupt
+                    return whole(*arguments)
+
+                patch.setattr(places[name], name, broken)
+            try:
+                ended |= {sequence.index: sequence for sequence in batch.step()}
+            except KeyboardInterrupt:
+                assert batch.pool.free == 12
+    assert len(ended) == 6 and batch.pool.free == 12
+    for i, sequence in ended.items():
+        assert told(sequence) == engine.alone(prompt_of(30) + [i // 2 + 5], Sampling(temperature=0, max_tokens=9))
+
+
 def test_numbers_that_overflow_end_one_answer_and_not_its_neighbours(engine):
     batch = engine.batch(30)
     for i in range(3):
@@ -221,7 +251,9 @@ def test_prompts_that_cannot_be_are_refused_and_change_nothing(engine):
         batch.add(0, [], GREEDY)
     with pytest.raises(ValueError, match="vocabulary"):
         batch.add(0, [5000], GREEDY)
-    with pytest.raises(CacheFull, match="65 tokens .* 64"):
+    with pytest.raises(CacheFull, match="97 tokens and the context holds 96.*--ctx-size"):
+        batch.add(0, prompt_of(97), GREEDY)
+    with pytest.raises(CacheFull, match="65 tokens and the pool holds 64.*--pool"):
         batch.add(0, prompt_of(65), GREEDY)
     assert not batch.busy
     batch.add(0, prompt_of(64), GREEDY)
@@ -263,6 +295,13 @@ def test_samples_hold_their_prompt_once_and_copy_what_they_write_into(engine, le
         sampling = Sampling(temperature=1, seed=7 + i, max_tokens=6)
         assert told(ended[i]) == engine.alone(prompt_of(length), sampling)
     assert len({sequence.turn.text for sequence in ended.values()}) > 1
+
+
+def test_samples_that_do_not_fit_together_take_turns(engine):
+    batch = engine.batch(6)
+    batch.add(0, prompt_of(40), Sampling(temperature=1, seed=7), samples=7)
+    for i, sequence in finish(batch).items():
+        assert told(sequence) == engine.alone(prompt_of(40), Sampling(temperature=1, seed=7 + i))
 
 
 def test_what_is_wasted_is_less_than_a_page_for_each_sequence(engine):
@@ -594,7 +633,7 @@ def test_ctrl_c_keeps_what_is_answered_and_exits_130(engine, tmp_path):
 
 def test_a_closed_pipe_ends_quietly(engine, prompts):
     asked = prompts(*["hi"] * 3000)
-    process = start_chat("--model", engine.folder, "--batch", asked, "-n", 4, "-c", 200, "--stats", "off")
+    process = start_chat("--model", engine.folder, "--batch", asked, "-n", 4, "-c", 200)
     process.stdout.readline()
     process.stdout.close()
     assert (process.wait(20), process.stderr.read()) == (0, b"")
