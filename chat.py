@@ -195,11 +195,14 @@ def open_model(args: argparse.Namespace, name: str | None = None):
     elif not tokenizer.has_template:
         note("this model has no chat template and gets plain User: … Assistant: …; --raw goes on from your text alone")
     llama = model.load(folder, device, None if args.dtype == "auto" else model.DTYPES[args.dtype])
-    most = llama.config.max_position_embeddings
-    context = args.ctx_size or min(4096, most)  # a modest part of what the model was made for
-    if context > most:
+    # By default a modest part of what the model was made for.
+    return llama, tokenizer, args.ctx_size or min(4096, llama.config.max_position_embeddings)
+
+
+def note_long(context: int, config) -> None:
+    """Say so if a context is longer than what the model was made for."""
+    if context > (most := config.max_position_embeddings):
         note(f"--ctx-size {context} is more than the {most} tokens that the model was made for")
-    return llama, tokenizer, context
 
 
 def open_session(args: argparse.Namespace, name: str | None = None):
@@ -209,6 +212,7 @@ def open_session(args: argparse.Namespace, name: str | None = None):
 
     llama, tokenizer, context = open_model(args, name)
     kept = cache.make(args.cache or "contiguous", llama.config, context, llama.device, llama.dtype)
+    note_long(context, llama.config)
     return (VerifyingSession if args.verify else Session)(llama, kept, tokenizer)
 
 
@@ -324,6 +328,7 @@ def open_batch(args: argparse.Namespace):
         pool = make("paged", llama.config, args.pool or 4 * context, llama.device, llama.dtype).pool
     except CacheFull as error:
         raise ChatError(str(error).replace("--ctx-size", "--pool")) from None
+    note_long(context, llama.config)
     return Batch(llama, tokenizer, pool, context), Requests(tokenizer, sampling, args.system, args.raw)
 
 
