@@ -3,6 +3,7 @@
     python bench.py                          load, prefill and decode of this engine, cached and recomputed
     python bench.py --peers                  transformers beside it, on the same weights, prompts and threads
     python bench.py --caches                 the kinds of cache: bytes, speed, error; a session restored
+    python bench.py --batch                  16 answers together and one by one; the pages that 64 sequences waste
     python bench.py --plot docs/steps.png    time per step against position, cached and recomputed
 
 Each engine lives in a process of its own, so that load time and memory are its own, and waits while another one is
@@ -156,6 +157,70 @@ def print_table(result: dict) -> None:
         if name != "cached":
             ratios = {key: ours[key] / row[key] for key in ("prefill_512", "decode_32", "decode_512")}
             print(f"cached / {name}: " + ", ".join(f"{key} {ratio:.2f} x" for key, ratio in ratios.items()))
+
+
+class Silent:
+    """A tokenizer for which no token ends an answer, and none is text."""
+
+    stop_ids, strips_first_space = frozenset(), False
+
+    def piece(self, token: int) -> bytes:
+        return b""
+
+
+def together(folder: Path, rounds: int) -> dict[str, float]:
+    """Measure 16 answers of 32 tokens, to prompts of 8 to 128, one by one and together: tokens per second, medians of
+    interleaved rounds. And what 64 sequences of mixed lengths reserve but do not use, in pages and in one slab each."""
+    import torch
+
+    from batch import Batch
+    from cache import make
+    from generate import Sampling, Session
+    from model import load
+    from paged import Pool
+
+    model, rng = load(folder), torch.Generator().manual_seed(0)
+    config, context = model.config, min(model.config.max_position_embeddings, 2048)
+    sampling, runs = Sampling(temperature=0, max_tokens=32), {"one by one": [], "together": []}
+
+    def prompts(count: int) -> list[list[int]]:
+        lengths = [8 + 120 * i // (count - 1) for i in range(count)]
+        return [torch.randint(config.vocab_size, (length,), generator=rng).tolist() for length in lengths]
+
+    def batch_of(asked: list[list[int]]) -> Batch:
+        batch = Batch(model, Silent(), Pool(config, 16 * len(asked), model.device, model.dtype), context)
+        for i, prompt in enumerate(asked):
+            batch.add(i, prompt, sampling)
+        return batch
+
+    session = Session(model, make("contiguous", config, context, model.device, model.dtype), Silent())
+    for turn in range(rounds + 1):
+        asked = prompts(16 if turn else 2)  # first a warm-up
+        start = perf_counter()
+        for prompt in asked:
+            for _ in session.generate(prompt, sampling):
+                pass
+        middle, batch = perf_counter(), batch_of(asked)
+        while batch.busy:
+            batch.step()
+        if turn:
+            runs["one by one"].append(16 * 32 / (middle - start))
+            runs["together"].append(16 * 32 / (perf_counter() - middle))
+
+    batch, waste, slabs = batch_of(prompts(64)), 0, 0
+    while batch.busy:
+        batch.step()
+        if len(batch.running) == 64 and not batch.waiting:
+            used = sum(sequence.cache.length for sequence in batch.running)
+            waste = (len(batch.pool.references) - batch.pool.free) * batch.pool.page_size - used
+            slabs = 64 * context - used
+    return {**{name: median(speeds) for name, speeds in runs.items()}, "wasted in pages": waste, "in slabs": slabs}
+
+
+def print_together(result: dict[str, float]) -> None:
+    alone, speed, waste, slabs = result.values()
+    print(f"16 answers one by one {alone:.1f} tok/s, together {speed:.1f} tok/s: {speed / alone:.2f} x")
+    print(f"64 sequences waste {waste} tokens in pages, {slabs} in slabs: {100 * waste / slabs:.2f} %")
 
 
 def plot(path: Path, folder: Path, last: int, rounds: int) -> None:
@@ -319,6 +384,7 @@ def main() -> int:
     parser.add_argument("--peers", action="store_true", help="measure transformers too")
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="how often each is measured (default: 5)")
     parser.add_argument("--json", action="store_true", help="print the medians as one JSON object")
+    parser.add_argument("--batch", action="store_true", help="measure answers together and one by one instead")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw time per step against position instead")
     parser.add_argument("--caches", action="store_true", help="compare the kinds of cache instead")
     parser.add_argument("--text", type=int, default=2048, metavar="N", help="tokens of the text they read (2048)")
@@ -342,7 +408,8 @@ def main() -> int:
         most = survey(folder)[0].config.max_position_embeddings
     except (ModelError, get.GetError) as error:
         parser.error(str(error))
-    if (needed := (args.to if args.plot else 512) + 32) > min(most, CONTEXT):
+    needed = (args.to if args.plot else 128 if args.batch else 512) + 32
+    if needed > min(most, CONTEXT):
         parser.error(f"this needs a context of {needed} tokens, and there are {min(most, CONTEXT)}")
     if args.plot:
         plot(args.plot, folder, args.to, args.rounds)
@@ -355,6 +422,10 @@ def main() -> int:
             print_caches(result)
             took = f"prefilled in {kept['prefill_s']:.2f} s, saved in {kept['save_s']:.2f} s"
             print(f"{kept['tokens']} tokens: {took}, restored in {kept['restore_s']:.2f} s: {kept['ratio']:.0f} x")
+        return 0
+    if args.batch:
+        result = together(folder, args.rounds)
+        print(json.dumps(result)) if args.json else print_together(result)
         return 0
     result = table(["cached", "recomputed"] + ["transformers"] * args.peers, folder, args.rounds)
     if args.json:

@@ -10,24 +10,30 @@ is quick.
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import secrets
 import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from time import perf_counter
 
 from conversation import ON_FULL, OPTIONS, Conversation, strings
 from repl import Repl
 from show import (
+    CONTROL,
     ENDINGS,
     MODES,
     ChatError,
     JsonOutput,
     MarkdownOutput,
     TextOutput,
+    columns_of,
     escapes_work,
+    interruptible,
     note,
     one_line,
     size,
@@ -106,6 +112,15 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         default="stop",
         help="when the context is full: stop, or drop the oldest turns and go on (default: stop)",
     )
+    add("--samples", type=count, metavar="N", help="N answers to one prompt, which is computed and held once")
+    add("--batch", metavar="FILE", help="answer each line of FILE (- is stdin), a prompt or a JSON object")
+    add("-o", "--output", metavar="FILE", help="where --batch writes; what stands there already is gone on with")
+    add(
+        "--pool",
+        type=count,
+        metavar="N",
+        help="most tokens that all answers of --batch or --samples hold together (default: 4 times --ctx-size)",
+    )
     add("--load", metavar="NAME", help="go on with a conversation that was kept; last is the one before")
     add("--interactive", action="store_true", help="talk on after -p")
     add("--vi", action="store_true", help="edit messages with vi's keys")
@@ -170,12 +185,10 @@ def device_of(name: str):
     return torch.device(name)
 
 
-def open_session(args: argparse.Namespace, name: str | None = None):
-    """Load the model of a name, or the one that the options name, and return a Session over it. Raises one of
-    ``user_errors``."""
-    import cache
+def open_model(args: argparse.Namespace, name: str | None = None):
+    """Load the model of a name, or the one that the options name: it, its tokenizer, and the context's length. Raises
+    one of ``user_errors``."""
     import model
-    from generate import Session, VerifyingSession
     from tokenizer import Tokenizer
 
     folder, device = model_folder(name or args.model, args.offline), device_of(args.device)
@@ -185,15 +198,28 @@ def open_session(args: argparse.Namespace, name: str | None = None):
     elif not tokenizer.has_template:
         note("this model has no chat template and gets plain User: … Assistant: …; --raw goes on from your text alone")
     llama = model.load(folder, device, None if args.dtype == "auto" else model.DTYPES[args.dtype])
-    most = llama.config.max_position_embeddings
-    context = args.ctx_size or min(4096, most)  # a modest part of what the model was made for
+    # By default a modest part of what the model was made for.
+    return llama, tokenizer, args.ctx_size or min(4096, llama.config.max_position_embeddings)
+
+
+def note_long(context: int, config) -> None:
+    """Say so if a context is longer than what the model was made for."""
+    if context > (most := config.max_position_embeddings):
+        note(f"--ctx-size {context} is more than the {most} tokens that the model was made for")
+
+
+def open_session(args: argparse.Namespace, name: str | None = None):
+    """A Session over the model of a name, or the one that the options name. Raises one of ``user_errors``."""
+    import cache
+    from generate import Session, VerifyingSession
+
+    llama, tokenizer, context = open_model(args, name)
     kind, options = cache_of(args)
-    kept = cache.make(kind, llama.config, context, device, llama.dtype, **options)
+    kept = cache.make(kind, llama.config, context, llama.device, llama.dtype, **options)
+    note_long(context, llama.config)
     session = (VerifyingSession if args.verify else Session)(llama, kept, tokenizer)
     if args.draft is not None:
         session.drafts = drafts_of(args, session)
-    if context > most:
-        note(f"--ctx-size {context} is more than the {most} tokens that the model was made for")
     return session
 
 
@@ -316,6 +342,130 @@ def model_folders() -> dict[str, Path]:
     return folders
 
 
+# ---- many answers
+
+
+def check_batch(args: argparse.Namespace) -> None:
+    """Raises ChatError for options that --batch or --samples leaves without a meaning."""
+    given = vars(args)
+    for name in ("interactive", "load", "markdown", "verify", *(["prompt", "samples"] if args.batch else [])):
+        if given[name]:
+            raise ChatError(f"--{name} does not go with --{'batch' if args.batch else 'samples'}")
+    if args.cache not in (None, "paged"):
+        raise ChatError(f"many answers share pages, and --cache {args.cache} has none; leave it out, or say paged")
+
+
+def open_batch(args: argparse.Namespace):
+    """A Batch over the model that the options name, and what reads its prompts. Raises one of ``user_errors``."""
+    from batch import Batch
+    from cache import CacheFull, make
+    from lines import Requests
+
+    sampling = sampling_of(args)
+    llama, tokenizer, context = open_model(args)
+    try:
+        pool = make("paged", llama.config, args.pool or 4 * context, llama.device, llama.dtype).pool
+    except CacheFull as error:
+        raise ChatError(str(error).replace("--ctx-size", "--pool")) from None
+    note_long(context, llama.config)
+    return Batch(llama, tokenizer, pool, context), Requests(tokenizer, sampling, args.system, args.raw)
+
+
+def answer_samples(args: argparse.Namespace, text: str) -> int:
+    """Print several answers to one prompt, in order, each once it and those before it are there; the exit code."""
+    from lines import InOrder, result_of
+
+    batch, requests = open_batch(args)
+    try:
+        ids, sampling = requests.ask({"prompt": text})
+        seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
+        batch.add(0, ids, replace(sampling, seed=seed), args.samples)
+    except ValueError as error:
+        raise ChatError(str(error)) from None
+
+    def write(result: dict) -> None:
+        if args.json:
+            print(json.dumps(result), flush=True)
+            return
+        about = f"sample {result['index'] + 1} of {args.samples}, seed {result['seed']}"
+        said = "" if args.stats == "off" else f"{about}: {result.get('error') or result['stop']}"
+        if said or "error" in result:
+            note(said or result["error"])
+        answer = result.get("text", "")
+        separator = "\n" if result["index"] else ""
+        print(separator + (answer.translate(CONTROL) if sys.stdout.isatty() else answer), flush=True)
+
+    output = InOrder(write)
+    with interruptible(batch):
+        while batch.busy and not batch.interrupted:
+            for sequence in batch.step():
+                output.put(sequence.index, {**result_of(sequence), "seed": sequence.turn.seed})
+    return 130 if batch.interrupted else 0
+
+
+def answer_file(args: argparse.Namespace) -> int:
+    """Answer each line of a file; the exit code."""
+    from lines import InOrder, Lines, answer_lines, results
+
+    file = lines_of(args.batch)
+    with results(args.output and Path(args.output)) as (write, done):
+        batch, requests = open_batch(args)
+        output = InOrder(write, done)
+        progress = Progress(batch, output, args)
+        with interruptible(batch):
+            try:
+                answer_lines(batch, Lines(file), requests, output, progress.after_step)
+            finally:
+                progress.clear()
+            progress.done()
+    return 130 if batch.interrupted else 0
+
+
+def lines_of(name: str):
+    """A file opened to read bytes, - being stdin. Raises ChatError."""
+    if name == "-":
+        if sys.stdin is None or sys.stdin.isatty():
+            raise ChatError("--batch - reads piped stdin, and there is none")
+        # A file of its own: Python waits at its end for whoever reads sys.stdin.
+        return open(os.dup(sys.stdin.fileno()), "rb")
+    try:
+        return open(name, "rb")
+    except OSError as error:
+        raise ChatError(f"{name}: {error.strerror}") from None
+
+
+class Progress:
+    """How far a batch is: a line that is written anew, on a terminal that shows nothing else; and one at the end."""
+
+    def __init__(self, batch, output, args: argparse.Namespace):
+        self.batch, self.output, self.quiet = batch, output, args.stats == "off"
+        self.shown = not self.quiet and escapes_work(sys.stderr) and bool(args.output or not sys.stdout.isatty())
+        self.before, self.start, self.last = output.next, perf_counter(), 0.0
+
+    def after_step(self) -> None:
+        if self.shown and perf_counter() - self.last > 0.1:
+            self.last = perf_counter()
+            pool, batch = self.batch.pool, self.batch
+            pages = f"{len(pool.references) - pool.free} of {len(pool.references)} pages"
+            line = f"{self.output.next} answered, {len(batch.running)} under way, {pages}, {self.speed}"
+            print(f"\r{line[: columns_of(sys.stderr) - 1]}\x1b[K", end="", file=sys.stderr, flush=True)
+
+    def clear(self) -> None:
+        if self.shown:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+    def done(self) -> None:
+        if not self.quiet:
+            before = f" after {self.before} that were there" if self.before else ""
+            stopped = "; stopped before the end" if self.batch.interrupted else ""
+            note(f"{self.output.next - self.before} lines answered{before}, {self.speed}{stopped}")
+
+    @property
+    def speed(self) -> str:
+        seconds = perf_counter() - self.start
+        return f"{self.batch.drawn} tokens in {seconds:.1f} s ({self.batch.drawn / seconds:.0f} tok/s)"
+
+
 # ---- main
 
 
@@ -328,12 +478,22 @@ def run(argv: list[str] | None) -> int:
     if args.plan:
         plan(args)
         return 0
+    if args.raw and args.system:
+        raise ChatError("--system needs the chat template that --raw leaves out")
+    if (args.output and not args.batch) or (args.pool and not (args.batch or args.samples)):
+        raise ChatError(f"{'--output' if args.output else '--pool'} needs --batch")
+    if args.batch or args.samples:
+        check_batch(args)
+    if args.batch:
+        return answer_file(args)
     text = prompt_text(args)
+    if args.samples:
+        if text is None:
+            raise ChatError("--samples needs -p TEXT or piped stdin")
+        return answer_samples(args, text)
     talks = text is None or args.interactive
     if talks and args.json:
         raise ChatError("--json needs -p TEXT or piped stdin, and no --interactive")
-    if args.raw and args.system:
-        raise ChatError("--system needs the chat template that --raw leaves out")
     if talks and not sys.stdin.isatty():
         read_from_terminal()
     sampling, session = sampling_of(args), open_session(args)

@@ -277,15 +277,7 @@ class Session:
         Raises ValueError for an empty prompt, or for ids outside the vocabulary, and CacheFull for one longer than the
         context, before anything changes; NotFinite from the iterator.
         """
-        if not prompt_ids:
-            raise ValueError("the prompt is empty")
-        if not 0 <= min(prompt_ids) <= max(prompt_ids) < self.model.config.vocab_size:
-            raise ValueError(
-                f"the prompt has token ids outside the model's vocabulary of {self.model.config.vocab_size}"
-            )
-        if len(prompt_ids) > self.cache.longest:
-            sizes = f"the prompt has {len(prompt_ids)} tokens and the context holds {self.cache.longest}"
-            raise CacheFull(f"{sizes}; shorten it, or take a larger --ctx-size")
+        check_prompt(prompt_ids, self.cache.longest, self.model.config.vocab_size)
         pairs = zip(self.tokens[: self.cache.length], prompt_ids, strict=False)
         shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         # At least one token is computed, since logits come from computing and not from the cache.
@@ -544,6 +536,18 @@ def passes(model: Llama, cache: KVCache, tokens: list[int], chunk: int) -> Itera
             cache.truncate(cache.reusable(held))
             raise
         yield hidden
+
+
+def check_prompt(ids: list[int], longest: int, vocab_size: int) -> None:
+    """Raises ValueError for an empty prompt, or for ids outside the vocabulary, and CacheFull for more than ``longest``
+    of them."""
+    if not ids:
+        raise ValueError("the prompt is empty")
+    if not 0 <= min(ids) <= max(ids) < vocab_size:
+        raise ValueError(f"the prompt has token ids outside the model's vocabulary of {vocab_size}")
+    if len(ids) > longest:
+        sizes = f"the prompt has {len(ids)} tokens and the context holds {longest}"
+        raise CacheFull(f"{sizes}; shorten it, or take a larger --ctx-size")
 
 
 def chunk_size(model: Llama) -> int:

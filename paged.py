@@ -5,10 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from hashlib import sha256
-from itertools import groupby
+from importlib.util import find_spec
+from itertools import groupby, takewhile
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from seam import CacheFull, KVCache
 
@@ -67,6 +69,16 @@ class Pool:
         if name is not None:
             self.named.setdefault(name, page)
 
+    def forget(self) -> None:
+        """No page has a name any more: those of a pass that failed do not hold what they say."""
+        self.names, self.named = [None] * len(self.names), {}
+
+    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """Keep k and v [Hkv, T, D] in ``slots`` [T]."""
+        keys, values = self.keys_values[layer]
+        keys.index_copy_(1, slots, k)
+        values.index_copy_(1, slots, v)
+
     def copy(self, page: int, to: int) -> None:
         a, b, n = page * self.page_size, to * self.page_size, self.page_size
         self.keys_values[:, :, :, b : b + n] = self.keys_values[:, :, :, a : a + n]
@@ -85,7 +97,8 @@ class PagedCache(KVCache):
         super().__init__(config, capacity, device, dtype)
         self.pool = pool or Pool(config, -(-capacity // 16), device, dtype)
         self.block_table: list[int] = []
-        self.slots = torch.empty(0, dtype=torch.int64, device=self.device)  # of the pass, in the pool
+        self.slots: list[int] = []  # of the pass, in the pool
+        self._slots: Tensor | None = None  # the same on the device, once they are needed
         self._names: list[bytes] = []  # of the full pages, as far as they are known
 
     @property
@@ -109,13 +122,13 @@ class PagedCache(KVCache):
             pool.rename(table[-1], None)
         for _ in range(more):
             table.append(pool.take(table[-1] if table else None))
-        slots = [table[at // size] * size + at % size for at in range(*self._span)]
-        self.slots = torch.tensor(slots, dtype=torch.int64, device=self.device)
+        self.slots = [table[at // size] * size + at % size for at in range(*self._span)]
+        self._slots = None
 
     def _store(self, layer: int, k: Tensor, v: Tensor) -> None:
-        keys, values = self.pool.keys_values[layer]
-        keys.index_copy_(1, self.slots, k)
-        values.index_copy_(1, self.slots, v)
+        if self._slots is None:
+            self._slots = torch.tensor(self.slots, dtype=torch.int64, device=self.device)
+        self.pool.write(layer, self._slots, k, v)
 
     def _read(self, layer: int, first: int, last: int) -> Iterable[tuple[Tensor, Tensor]]:
         return [self.pool.keys_values[layer, :, :, a:b] for a, b in self._runs(first, last)]
@@ -133,6 +146,11 @@ class PagedCache(KVCache):
                     runs.append((start, end))
             self._masks[key] = runs or [(0, 0)]
         return self._masks[key]
+
+    def _seen(self, layer: int) -> list[tuple[int, int]]:
+        """The slots that the newest token sees in a layer."""
+        window = self.config.windows[layer]
+        return self._runs(0 if window is None else max(0, self.length - window), self.length)
 
     def truncate(self, length: int) -> None:
         super().truncate(length)
@@ -179,14 +197,68 @@ class PagedCache(KVCache):
 
 class PagedBatch:
     """Several sequences in one pass, laid end to end: token t of the pass belongs to one of them and sees only that
-    one. Each has been extended by its own part."""
+    one. Each has been extended by its own part, the first ones perhaps by one token each, which is faster.
+
+    All is stored before anything is read, so that pages which one sequence fills in this pass may be what another one
+    begins with.
+    """
 
     def __init__(self, sequences: list[PagedCache]):
-        self.sequences, self.pool = sequences, sequences[0].pool
-        self.counts = [len(sequence.positions) for sequence in sequences]
-        self.positions = torch.cat([sequence.positions for sequence in sequences])
+        self.sequences, self.pool, device = sequences, sequences[0].pool, sequences[0].device
+        self.counts = [len(sequence.slots) for sequence in sequences]
+        self.singles = sum(1 for _ in takewhile(lambda count: count == 1, self.counts))
+        self.positions = torch.tensor([at for s in sequences for at in range(*s._span)], device=device)
+        self.slots = torch.tensor([slot for sequence in sequences for slot in sequence.slots], device=device)
+
+    @staticmethod
+    def of(sequences: list[PagedCache]) -> PagedBatch:
+        """Their pass, on the kernels of flash.py where they run."""
+        on_kernels = sequences[0].device.type == "cuda" and find_spec("triton") is not None
+        return (FlashBatch if on_kernels else PagedBatch)(sequences)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """As ``KVCache.attend``."""
-        parts = zip(self.sequences, *(x.split(self.counts) for x in (q, k, v)), strict=True)
-        return torch.cat([sequence.attend(layer, *part) for sequence, *part in parts])
+        dtype, singles = self.pool.keys_values.dtype, self.singles
+        q, k, v = q.to(dtype), k.to(dtype).transpose(0, 1), v.to(dtype).transpose(0, 1)
+        self.pool.write(layer, self.slots, k, v)
+        y, start = self._newest(layer, q[:singles]) if singles else [], singles
+        for sequence, count in zip(self.sequences[singles:], self.counts[singles:], strict=True):
+            part = slice(start, start := start + count)
+            y.append(sequence._look(layer, q[part], k[:, part], v[:, part]))
+        return torch.cat(y)
+
+    def _newest(self, layer: int, q: Tensor) -> list[Tensor]:
+        """Attention of the first sequences, which bring one token each, q [B, Hq, D] -> tensors that join to the same.
+
+        One call for each: on a CPU it takes a third longer to bring them together, padded to the longest. What one
+        piece holds is read with as few calls as can be; they take as long as the reading.
+        """
+        keys, values = self.pool.keys_values[layer].split(1)  # [1, Hkv, slots, D]
+        folded, y = q.unflatten(1, (1, keys.shape[1], -1)).unbind(), []
+        for sequence, whole, one in zip(self.sequences, folded, q.split(1), strict=False):
+            (start, end), *more = sequence._seen(layer)
+            if more:
+                y.append(sequence._look(layer, one, one, one))
+            else:
+                k, v = (x.narrow(2, start, end - start) for x in (keys, values))
+                y.append(scaled_dot_product_attention(whole, k, v).flatten(1, 2))
+        return y
+
+
+class FlashBatch(PagedBatch):
+    """A pass in which the newest tokens of all sequences are one call of a kernel that follows the block tables."""
+
+    def __init__(self, sequences: list[PagedCache]):
+        super().__init__(sequences)
+        newest, device = sequences[: self.singles], sequences[0].device
+        width = max((len(sequence.block_table) for sequence in newest), default=0)
+        tables = [table + [0] * (width - len(table)) for table in (sequence.block_table for sequence in newest)]
+        self.tables = torch.tensor(tables, dtype=torch.int32, device=device)
+        self.lengths = torch.tensor([sequence.length for sequence in newest], dtype=torch.int32, device=device)
+
+    def _newest(self, layer: int, q: Tensor) -> list[Tensor]:
+        from flash import paged_attention
+
+        keys, values = self.pool.keys_values[layer]
+        window = self.sequences[0].config.windows[layer]
+        return [paged_attention(q, keys, values, self.tables, self.lengths, self.pool.page_size, window=window)]

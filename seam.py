@@ -181,15 +181,21 @@ class KVCache(ABC):
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store k and v [T, Hkv, D] of the pass, and attend with q [T, Hq, D] over all that is held -> [T, Hq, D]."""
-        (start, end), window = self._span, self.config.windows[layer]
-        first = 0 if window is None else max(0, start + 1 - window)  # the oldest that any query sees
         q, k, v = q.to(self.dtype), k.to(self.dtype).transpose(0, 1), v.to(self.dtype).transpose(0, 1)
         if len(q) == 1:
             self._store(layer, k, v)
-            return attention(q, (Piece(*kv) for kv in self._read(layer, first, end)))
-        y = attention(q, self._pieces(layer, first, k, v))
+            return self._look(layer, q, k, v)
+        y = self._look(layer, q, k, v)
         self._store(layer, k, v)
         return y
+
+    def _look(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attend over what is held; a single token is among it, those of a longer pass need not be yet."""
+        (start, end), window = self._span, self.config.windows[layer]
+        first = 0 if window is None else max(0, start + 1 - window)  # the oldest that any query sees
+        if len(q) == 1:
+            return attention(q, (Piece(*kv) for kv in self._read(layer, first, end)))
+        return attention(q, self._pieces(layer, first, k, v))
 
     def _pieces(self, layer: int, first: int, k: Tensor, v: Tensor) -> Iterator[Piece]:
         """The pass's own tokens, and what was held before them: all of that is in the past of every query."""

@@ -25,11 +25,12 @@ def user_errors() -> tuple[type[Exception], ...]:
     """What a person can cause and mend, each with a text of one line."""
     from cache import CacheFull
     from generate import NotFinite, SessionError
+    from lines import BatchError
     from model import ModelError
     from tokenizer import TokenizerError
     from weights.get import GetError
 
-    return ChatError, CacheFull, NotFinite, SessionError, ModelError, TokenizerError, GetError
+    return ChatError, BatchError, CacheFull, NotFinite, SessionError, ModelError, TokenizerError, GetError
 
 
 # ---- output

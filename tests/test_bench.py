@@ -35,3 +35,11 @@ def test_each_engine_is_measured_in_its_own_process(tmp_path, monkeypatch, capsy
     for row in result.values():
         figures = ("load_s", "prefill_512", "decode_32", "decode_512", "peak_mib", "threads")
         assert all(row[name] > 0 for name in figures)
+
+
+def test_answers_together_are_measured_beside_single_ones(tiny_gqa, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["bench.py", "--model", str(tiny_gqa), "--batch", "--rounds", "1"])
+    assert bench.main() == 0
+    speeds, waste = capsys.readouterr().out.splitlines()
+    assert float(speeds.split()[-2]) > 1
+    assert float(waste.split()[-2]) < 4
