@@ -348,9 +348,11 @@ def model_folders() -> dict[str, Path]:
 def check_batch(args: argparse.Namespace) -> None:
     """Raises ChatError for options that --batch or --samples leaves without a meaning."""
     given = vars(args)
-    for name in ("interactive", "load", "markdown", "verify", *(["prompt", "samples"] if args.batch else [])):
-        if given[name]:
-            raise ChatError(f"--{name} does not go with --{'batch' if args.batch else 'samples'}")
+    names = ("interactive", "load", "markdown", "verify", "draft", "sinks", "cache_dir")
+    for name in (*names, *(["prompt", "samples"] if args.batch else [])):
+        if given[name] not in (None, False):
+            option = name.replace("_", "-")
+            raise ChatError(f"--{option} does not go with --{'batch' if args.batch else 'samples'}")
     if args.cache not in (None, "paged"):
         raise ChatError(f"many answers share pages, and --cache {args.cache} has none; leave it out, or say paged")
 
@@ -481,7 +483,7 @@ def run(argv: list[str] | None) -> int:
     if args.raw and args.system:
         raise ChatError("--system needs the chat template that --raw leaves out")
     if (args.output and not args.batch) or (args.pool and not (args.batch or args.samples)):
-        raise ChatError(f"{'--output' if args.output else '--pool'} needs --batch")
+        raise ChatError("--output needs --batch" if args.output else "--pool needs --batch or --samples")
     if args.batch or args.samples:
         check_batch(args)
     if args.batch:
