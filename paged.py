@@ -30,10 +30,6 @@ class Pool:
         self.names: list[bytes | None] = [None] * pages
         self.named: dict[bytes, int] = {}
 
-    @property
-    def bytes_per_page(self) -> int:
-        return self.keys_values.nbytes // len(self.references)
-
     def take(self, after: int | None) -> int:
         """A free page: the one behind ``after``, so that a sequence is read in few pieces, or else the middle of the
         largest gap, so that both it and the one before the gap have room to grow. There must be one."""
