@@ -130,6 +130,48 @@ def test_without_a_cache_the_answer_is_the_same(run, tiny_gqa):
     assert all(step["cache_tokens"] == 0 for step in recomputed[1:-1])
 
 
+@pytest.mark.parametrize("kind", chat.CACHES)
+def test_every_kind_of_cache_is_at_hand_and_answers_alike(run, tiny_gqa, tmp_path, kind):
+    options = ("--model", tiny_gqa, "-p", "hi", "--temp", 0, "-n", 16, "--json", "--dtype", "float32")
+    plain, other = (events(run(*options, "--cache", name)[1]) for name in ("contiguous", kind))
+    assert (other[0]["cache"]["kind"], other[-1]["text"]) == (kind, plain[-1]["text"])
+
+
+def test_a_cache_in_a_file_and_one_with_sinks_are_asked_for_by_their_own_options(run, tiny_gqa, tmp_path):
+    options = ("--model", tiny_gqa, "-p", "hi", "--temp", 0, "--dtype", "float32", "-n")
+    plain = run(*options, 16)[1]
+    assert run(*options, 16, "--cache", "offload", "--cache-dir", tmp_path)[1] == plain
+    _, _, err = run(*options, 100, "--sinks", 4, "-c", 64)
+    held, capacity = map(int, re.search(r"cache sinks (\d+)/(\d+) tokens", err).groups())
+    assert held <= capacity == 64 and SUMMARY.fullmatch(err.strip())[7] in ("length", "eos")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--cache-dir", "."], "--cache-dir is for --cache offload, and this is contiguous"),
+        (["--cache", "offload", "--cache-dir", "nowhere"], "nowhere: no room for"),
+        (["--sinks", "4", "--cache", "int8"], "cannot be int8 too"),
+        (["--sinks", "-4"], "must be from 0 to half"),
+        (["--draft", "nowhere"], "nowhere: no such"),
+    ],
+)
+def test_options_of_the_cache_that_do_not_agree_are_refused_in_a_line(run, tiny_gqa, options, said):
+    code, out, err = run("--model", tiny_gqa, "-p", "hi", *options)
+    assert (code, out) == (2, "") and said in err
+
+
+@pytest.mark.parametrize("draft", ["lookup", "itself"])
+def test_an_answer_is_the_same_with_a_draft(run, tiny_gqa, draft):
+    options = ("--model", tiny_gqa, "-p", "abcabcabcabc", "--temp", 0, "-n", 60, "--dtype", "float32", "--stats", "off")
+    assert run(*options, "--draft", tiny_gqa if draft == "itself" else draft) == run(*options)
+
+
+def test_a_draft_model_with_another_vocabulary_is_refused(run, tiny_gqa, successor):
+    code, _, err = run("--model", tiny_gqa, "-p", "hi", "--draft", successor)
+    assert code == 2 and "its vocabulary has 260 tokens and the model's 259" in err
+
+
 def test_seed_repeats_an_answer_and_the_one_drawn_is_shown(run, tiny_gqa):
     def answer(*seed) -> tuple[str, str]:
         _, out, err = run("--model", tiny_gqa, "-p", "hi", "--temp", 1, "-n", 24, *seed)
