@@ -67,6 +67,7 @@ def _fold(q: Tensor, piece: Piece) -> tuple[Tensor, Tensor, Tensor]:
     Where no query is barred from anything, the heads of a group are just more queries, [1, Hkv, group · T, D]. Else
     each head of a group looks at the same K and V through a view with stride 0, [Hkv, group, S, D].
     """
+    q = q.to(piece.k.dtype)
     if piece.mask is None and not piece.causal:
         return q.reshape(1, q.shape[0], -1, q.shape[-1]), piece.k[None], piece.v[None]
     return q, *(x[:, None].expand(-1, q.shape[1], -1, -1) for x in (piece.k, piece.v))
@@ -75,9 +76,10 @@ def _fold(q: Tensor, piece: Piece) -> tuple[Tensor, Tensor, Tensor]:
 def _partial(q: Tensor, piece: Piece) -> tuple[Tensor, Tensor]:
     """Attention over one piece, float32 [Hkv, group, T, D], and the logarithm of its mass [Hkv, group, T]."""
     folded, mask, aten = _fold(q, piece), piece.mask, torch.ops.aten
+    mask = mask if mask is None else mask.to(piece.k.dtype)
     if q.device.type == "cpu":
         y, mass = aten._scaled_dot_product_flash_attention_for_cpu(*folded, 0.0, piece.causal, attn_mask=mask)
-    elif q.device.type == "cuda" and mask is None and q.dtype is not torch.float32:
+    elif q.device.type == "cuda" and mask is None and piece.k.dtype is not torch.float32:
         y, mass = aten._scaled_dot_product_flash_attention(*folded, 0.0, piece.causal)[:2]
     else:
         y, mass = _by_hand(*folded, mask, piece.causal)
