@@ -101,15 +101,25 @@ class PagedCache(KVCache):
     def bytes_reserved(self) -> int:
         return self.pool.keys_values.nbytes
 
+    @property
+    def longest(self) -> int:
+        """By what the other sequences leave of the pool."""
+        pages = len(self.block_table) + self.pool.free - self._breaks
+        return min(self.capacity, pages * self.pool.page_size)
+
+    @property
+    def _breaks(self) -> bool:
+        """Whether the next token goes into a page that others hold too, so that it must be copied first."""
+        return self.length % self.pool.page_size > 0 and self.pool.references[self.block_table[-1]] > 1
+
     def extend(self, n: int) -> None:
         size, pool, table = self.pool.page_size, self.pool, self.block_table
-        more = -(-(self.length + n) // size) - len(table)
-        broken = self.length % size and pool.references[table[-1]] > 1  # a shared page, which is to be written
-        if self.length + n <= self.capacity and more + bool(broken) > pool.free:
+        more, breaks = -(-(self.length + n) // size) - len(table), self._breaks
+        if self.length + n <= self.capacity and more + breaks > pool.free:
             pages = f"{pool.free} of {len(pool.references)} pages are free"
-            raise CacheFull(f"{n} tokens more need {more + bool(broken)} pages of {size} tokens, and {pages}")
+            raise CacheFull(f"{n} tokens more need {more + breaks} pages of {size} tokens, and {pages}")
         super().extend(n)
-        if broken:
+        if breaks:
             own = pool.take(table[-1])
             pool.copy(table[-1], own)
             pool.drop(table[-1])

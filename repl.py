@@ -184,8 +184,7 @@ class Repl:
 
     def undo(self, argument: str) -> None:
         self.conversation.undo(whole(argument or "1"))
-        left = len(self.conversation.messages) // 2
-        note(f"{left} turn{'s' * (left != 1)} left")
+        note(f"{turns(self.conversation.messages)} left")
 
     def go_on(self, argument: str) -> None:
         self._answer(self.conversation.go_on)
@@ -235,8 +234,8 @@ class Repl:
 
     def cache(self, argument: str) -> None:
         conversation = self.conversation
-        turns, whole = conversation.by_turn(), conversation.length()
-        report = cache_report(conversation.session, turns, whole, conversation.reused, conversation.saved_s)
+        by_turn, whole = conversation.by_turn(), conversation.length()
+        report = cache_report(conversation.session, by_turn, whole, conversation.reused, conversation.saved_s)
         print("\n".join(filled(line, sys.stdout) for line in report))
 
     # ---- commands: files
@@ -268,8 +267,8 @@ class Repl:
             if not agreed(f"chat: {argument} is of another model or cache ({error.part}); compute it from its text?"):
                 return
             self.conversation.take(error.about)
-        turns, session = len(self.conversation.messages) // 2, self.conversation.session
-        note(f"{argument}: {turns} turns, {session.cache.length} tokens in the cache; /history shows them")
+        said, session = turns(self.conversation.messages), self.conversation.session
+        note(f"{argument}: {said}, {session.cache.length} tokens in the cache; /history shows them")
 
     def sessions(self, argument: str) -> None:
         for name in saved_sessions():
@@ -302,12 +301,12 @@ class Repl:
 
     def switch(self, argument: str) -> None:
         self.conversation.switch(argument)
-        note(f"this is branch {argument}, {len(self.conversation.messages) // 2} turns")
+        note(f"this is branch {argument}, {turns(self.conversation.messages)}")
 
     def list_branches(self, argument: str) -> None:
         for name, branch in self.conversation.branches.items():
-            turns, tokens = len(branch.messages) // 2, branch.session.cache.length
-            print(f"{'*' if name == self.conversation.name else ' '} {name:<20} {turns} turns, {tokens} tokens")
+            mark, tokens = "*" if name == self.conversation.name else " ", branch.session.cache.length
+            print(f"{mark} {name:<20} {turns(branch.messages)}, {tokens} tokens")
 
     def quit(self, argument: str) -> None:
         self.over = True
@@ -350,6 +349,11 @@ COMMANDS = {
     "model": Command("PATH", "go on with another model", Repl.model, None),
     "quit": Command("", "leave, as Ctrl-D does", Repl.quit),
 }
+
+
+def turns(messages: list[dict]) -> str:
+    count = len(messages) // 2
+    return f"{count} turn{'s' * (count != 1)}"
 
 
 def whole(text: str) -> int:

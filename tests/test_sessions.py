@@ -230,8 +230,11 @@ def test_a_full_pool_ends_the_answer_and_nothing_is_lost(tiny_gqa):
     tokens_of(trunk, PROMPT * 2, TEN)
     branch = trunk.fork()
     tokens_of(branch, branch.tokens, Sampling(temperature=0))
-    assert branch.last.stop == "context" and len(branch.tokens) < 64
-    with pytest.raises(CacheFull, match="pages"):
+    assert branch.last.stop == "context" and len(branch.tokens) == branch.cache.longest == 48
+    with pytest.raises(CacheFull, match=r"52 tokens and the context holds 32"):
         tokens_of(trunk, trunk.tokens + [3] * 20, TEN)
+    with pytest.raises(CacheFull, match=r"tokens more need 2 pages of 16 tokens, and 1 of 4 pages are free"):
+        trunk.cache.truncate(16)
+        trunk.cache.extend(32)
     branch.cache.truncate(0)
     assert len(tokens_of(trunk, trunk.tokens[:22] + [3] * 20, TEN)) == 10
