@@ -70,6 +70,9 @@ class NoCache(KVCache):
     def state(self) -> Iterator[tuple[str, Tensor]]:
         return iter(())
 
+    def shapes(self, counts: dict[str, int]) -> dict[str, tuple[int, ...]]:
+        return {}
+
     def restore(self, counts: dict[str, int], read: Callable[[str], Tensor]) -> None:
         pass
 
@@ -172,9 +175,18 @@ class WindowCache(KVCache):
         return {"length": self.length, "newest": self._newest}
 
     def state(self) -> Iterator[tuple[str, Tensor]]:
-        for layer, ring in enumerate(self.rings):
+        for name, ring in zip(self._layers, self.rings, strict=True):
             arcs = self._arcs(ring.shape[2], max(0, self._newest - ring.shape[2]), self.length)
-            yield f"layers.{layer}", torch.cat([ring[:, :, slot] for _, _, slot in arcs], 2)
+            yield name, torch.cat([ring[:, :, slot] for _, _, slot in arcs], 2)
+
+    def shapes(self, counts: dict[str, int]) -> dict[str, tuple[int, ...]]:
+        lost = {
+            name: max(0, counts["newest"] - ring.shape[2]) for name, ring in zip(self._layers, self.rings, strict=True)
+        }
+        if not max(lost.values()) <= counts["length"] <= counts["newest"]:
+            raise ValueError(counts)
+        whole = super().shapes(counts)
+        return {name: (2, heads, length - lost[name], dim) for name, (_, heads, length, dim) in whole.items()}
 
     def restore(self, counts: dict[str, int], read: Callable[[str], Tensor]) -> None:
         super().restore(counts, read)
@@ -209,6 +221,10 @@ class SinkCache(ContiguousCache):
 
     def bytes_at(self, length: int) -> int:
         return super().bytes_at(self.held_at(length))
+
+    @property
+    def room(self) -> int:
+        return min(self.capacity - self.held, self._eighth)
 
     def missing(self, tokens: list[int], limit: int) -> list[int]:
         """At most an eighth at a time, so that every token finds nearly the whole recent past."""
@@ -250,6 +266,11 @@ class SinkCache(ContiguousCache):
     def counts(self) -> dict[str, int]:
         return {"length": self.length, "forgotten": self.forgotten}
 
+    def shapes(self, counts: dict[str, int]) -> dict[str, tuple[int, ...]]:
+        if counts["forgotten"] > max(0, counts["length"] - self.sinks):
+            raise ValueError(counts)
+        return super().shapes({"length": counts["length"] - counts["forgotten"]})
+
     def restore(self, counts: dict[str, int], read: Callable[[str], Tensor]) -> None:
         super().restore({"length": counts["length"] - counts["forgotten"]}, read)
         self.forgotten, self.length = counts["forgotten"], counts["length"]
@@ -282,7 +303,7 @@ class OffloadCache(ContiguousCache):
                     os.ftruncate(file.fileno(), size)
                 self._map = mmap.mmap(file.fileno(), size)
         except OSError as error:
-            raise CacheFull(f"{self.folder}: no room for {size:,} bytes of cache ({error.strerror})") from None
+            raise CacheFull(f"{self.folder}: {error.strerror}; the cache takes {size:,} bytes there") from None
         return torch.frombuffer(self._map, dtype=self.dtype).view(shape)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -321,6 +342,7 @@ class StagedCache(OffloadCache):
         if self._coming != layer:
             self._fetch(layer)
         self._windows.reverse()
+        self._coming = None  # until the next one is under way
         if self._stream:
             torch.cuda.current_stream(self.device).wait_stream(self._stream)
         if layers > 1:
@@ -349,8 +371,8 @@ class StagedCache(OffloadCache):
         return (self._windows[0][:, :, first:last],)
 
     def state(self) -> Iterator[tuple[str, Tensor]]:
-        for layer, keys_values in enumerate(self.keys_values):
-            yield f"layers.{layer}", keys_values[:, :, : self.length]
+        for name, keys_values in zip(self._layers, self.keys_values, strict=True):
+            yield name, keys_values[:, :, : self.length]
 
     def restore(self, counts: dict[str, int], read: Callable[[str], Tensor]) -> None:
         super().restore(counts, read)

@@ -12,6 +12,7 @@ import os
 import secrets
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
@@ -308,14 +309,22 @@ class Session:
                     break
                 if not held:
                     yield step
+            if held:
+                rest = speech.finish()
+                held.text += rest
+                turn.text += rest
+                yield held
         except NotFinite:
             self.cache.truncate(self.cache.reusable(turn.reused_tokens))
             raise
-        if held:
-            rest = speech.finish()
-            held.text += rest
-            turn.text += rest
-            yield held
+        finally:
+            if self.last is turn:
+                self._catch_up()
+
+    def _catch_up(self) -> None:
+        """Cut the cache to ``tokens``, when a draft that came true is not wanted to its end."""
+        if self.cache.length > len(self.tokens):
+            self.cache.truncate(self.cache.reusable(len(self.tokens)))
 
     def _tokens(self, turn: Turn, sampling: Sampling) -> Iterator[Step]:
         """The decode loop: logits of all tokens so far, draw one, append it; until something ends it."""
@@ -326,7 +335,8 @@ class Session:
         done = 0
         while done < limit and self.last is turn:
             start = perf_counter()
-            draft = self.drafts.propose(self.tokens, limit - done - 1) if done else []
+            most = min(limit - done, self.cache.room) - 1
+            draft = self.drafts.propose(self.tokens, most) if done and most > 0 else []
             try:
                 logits = self._logits(draft)
             except _Interrupted:
@@ -395,8 +405,9 @@ class Session:
         """A second session with the same past, which both hold once. Raises SessionError for a cache without pages."""
         if not hasattr(self.cache, "fork"):
             raise SessionError(f"branches share the pages of their past, and --cache {self.cache.kind} has none")
+        self._catch_up()
         twin = type(self)(self.model, self.cache.fork(), self.tokenizer)
-        twin.tokens = list(self.tokens)
+        twin.tokens, twin.drafts = list(self.tokens), self.drafts
         return twin
 
     def fingerprint(self) -> dict[str, str]:
@@ -420,6 +431,7 @@ class Session:
         The file is readable by its owner alone, and is either the old one or the new one at every instant. Raises
         SessionError.
         """
+        self._catch_up()
         metadata = {
             "format": FORMAT,
             "fingerprint": json.dumps(self.fingerprint()),
@@ -455,6 +467,9 @@ class Session:
                 tokens = file.get_tensor("tokens").tolist()
                 if not 0 <= min(counts.values()) <= counts["length"] <= len(tokens):
                     raise damaged
+                for name, shape in self.cache.shapes(counts).items():
+                    if tuple(file.get_slice(f"cache.{name}").get_shape()) != shape:
+                        raise damaged
                 self.cache.restore(counts, lambda name: file.get_tensor(f"cache.{name}"))
         except OSError as error:
             raise SessionError(f"{path}: {error.strerror or 'no such file'}") from None
@@ -476,8 +491,9 @@ def write_tensors(path: Path, tensors: Iterable[tuple[str, Tensor]], metadata: d
     the room for it is a guess that no cache exceeds.
     """
     for left in path.parent.glob(f".{path.name}.*"):  # by a process that was killed
-        if left.stat().st_mtime < time() - 3600:
-            left.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):  # it was another's, who has just renamed it
+            if left.stat().st_mtime < time() - 3600:
+                left.unlink()
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # only its owner may read it
     try:
         with os.fdopen(handle, "wb") as file:
@@ -511,7 +527,7 @@ class VerifyingSession(Session):
 
     def _step(self, token: int, logits: Tensor, seconds: float) -> Step:
         step = super()._step(token, logits, seconds)
-        nothing = NoCache(self.model.config, self.cache.capacity, self.model.device, self.cache.dtype)
+        nothing = NoCache(self.model.config, len(self.tokens), self.model.device, self.cache.dtype)
         (hidden,) = passes(self.model, nothing, self.tokens[:-1], self._chunk)
         recomputed = self.model.head(hidden[-1:])
         step.max_abs_diff = (logits - recomputed).abs().max().item()

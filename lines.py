@@ -165,7 +165,10 @@ def results(path: Path | None) -> Iterator[tuple[Callable[[dict], None], int]]:
         yield (lambda result: print(json.dumps(result), flush=True)), 0
         return
     try:
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise BatchError(f"{path}: not a file of its own, in which a batch could go on; leave --output out")
         file = open(path, "ab+")  # noqa: SIM115
+        _lock(file, path)
     except OSError as error:
         raise BatchError(f"{path}: {error.strerror or error}") from None
     with file:
@@ -187,6 +190,19 @@ def results(path: Path | None) -> Iterator[tuple[Callable[[dict], None], int]]:
             yield write, count
         finally:
             os.fsync(file.fileno())
+
+
+def _lock(file: IO[bytes], path: Path) -> None:
+    """Raises BatchError when another process writes there."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise BatchError(f"{path}: another batch writes there") from None
 
 
 def _is_result(line: bytes, index: int) -> bool:

@@ -90,7 +90,10 @@ class Config:
             object.__setattr__(self, name, value)
 
     def turn(self, x: Tensor, by: int) -> Tensor:
-        """Keys or queries x [..., D] that are turned by their position already, turned by that many positions more."""
+        """Keys or queries x [..., D] that are turned by their position already, turned by that many positions more.
+
+        Not for dynamic positions, whose angle depends on more than the position.
+        """
         rotary = Rotary(self, x.device)
         cos, sin = rotary(torch.tensor([by], device=x.device))
         return rotate(x, cos / rotary.length, sin / rotary.length)

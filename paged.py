@@ -3,7 +3,7 @@ arXiv 2309.06180)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from hashlib import sha256
 from importlib.util import find_spec
 from itertools import groupby, takewhile
@@ -141,7 +141,7 @@ class PagedCache(KVCache):
 
     def _runs(self, first: int, last: int) -> list[tuple[int, int]]:
         """The slots of the tokens first to last, pages that are neighbours joined."""
-        if (key := (first, last)) not in self._masks:
+        if (key := (first, last)) not in self._worked_out:
             size, runs = self.pool.page_size, []
             for i in range(first // size, -(-last // size)):
                 a = self.block_table[i] * size
@@ -150,8 +150,8 @@ class PagedCache(KVCache):
                     runs[-1] = runs[-1][0], end
                 else:
                     runs.append((start, end))
-            self._masks[key] = runs or [(0, 0)]
-        return self._masks[key]
+            self._worked_out[key] = runs or [(0, 0)]
+        return self._worked_out[key]
 
     def _seen(self, layer: int) -> list[tuple[int, int]]:
         """The slots that the newest token sees in a layer."""
@@ -165,6 +165,12 @@ class PagedCache(KVCache):
         del self._names[length // self.pool.page_size :]
         for page in rest:
             self.pool.drop(page)
+
+    def restore(self, counts: dict[str, int], read: Callable[[str], Tensor]) -> None:
+        own = sum(self.pool.references[page] == 1 for page in self.block_table)
+        if -(-counts["length"] // self.pool.page_size) > self.pool.free + own:
+            raise CacheFull(f"{counts['length']} tokens do not fit the {self.pool.free + own} pages that are free")
+        super().restore(counts, read)
 
     # -- sharing
 

@@ -151,24 +151,36 @@ class QuantizedCache(KVCache):
         return {"length": self.length, "quantized": self._recent[1]}
 
     def state(self) -> Iterator[tuple[str, Tensor]]:
-        self._settle(self.length, self.length)
-        recent, quantized = self._recent
-        yield "recent", recent[:, :, :, : self.length - quantized]
-        for name, packed, scales in zip(("keys", "values"), self.packed, self.scales, strict=True):
-            yield name, packed[:, :, :quantized]
-            yield f"{name}.scales", scales[:, :, :, : quantized // (self.GROUP if name == "keys" else 1)]
+        yield from self._kept(**self.counts()).items()
+
+    def _kept(self, length: int, quantized: int) -> dict[str, Tensor]:
+        """Views of what holds ``length`` tokens, of which so many are ``quantized``."""
+        groups = quantized // self.GROUP
+        return {
+            "recent": self._recent[0][:, :, :, : length - quantized],
+            "keys": self.packed[0][:, :, :quantized],
+            "keys.scales": self.scales[0][:, :, :, :groups],
+            "values": self.packed[1][:, :, :quantized],
+            "values.scales": self.scales[1][:, :, :, :quantized],
+        }
+
+    def shapes(self, counts: dict[str, int]) -> dict[str, tuple[int, ...]]:
+        length, quantized = counts["length"], counts["quantized"]
+        if quantized > length or quantized % self.GROUP:
+            raise ValueError(counts)
+        shapes = {name: list(kept.shape) for name, kept in self._kept(length, quantized).items()}
+        shapes["recent"][3] = length - quantized  # of which more may be kept than there is room for now
+        return {name: tuple(shape) for name, shape in shapes.items()}
 
     def restore(self, counts: dict[str, int], read: Callable[[str], Tensor]) -> None:
         length, quantized = counts["length"], counts["quantized"]
         if length > self.capacity:
             raise CacheFull(f"{length} tokens do not fit the {self.capacity} that the cache holds")
         self.truncate(0)
-        room = self._room(length - quantized)
-        room[:, :, :, : length - quantized] = read("recent")
-        for name, packed, scales in zip(("keys", "values"), self.packed, self.scales, strict=True):
-            packed[:, :, :quantized] = read(name)
-            scales[:, :, :, : quantized // (self.GROUP if name == "keys" else 1)] = read(f"{name}.scales")
-        self._recent, self.length = (room, quantized), length
+        self._recent = self._room(length - quantized), 0
+        for name, kept in self._kept(length, quantized).items():
+            kept.copy_(read(name))
+        self._recent, self.length = (self._recent[0], quantized), length
 
 
 class Int8Cache(QuantizedCache):

@@ -119,7 +119,7 @@ class KVCache(ABC):
         self.length = 0
         self.positions = torch.empty(0, dtype=torch.int64, device=self.device)
         self._span = 0, 0  # where the tokens of the pass stand among those held
-        self._masks: dict[tuple, Tensor] = {}  # of the pass
+        self._worked_out: dict[tuple, object] = {}  # what all layers of a pass have in common
 
     # -- sizes
 
@@ -162,6 +162,11 @@ class KVCache(ABC):
         """The longest sequence that can be held."""
         return self.capacity
 
+    @property
+    def room(self) -> int:
+        """Tokens that fit now, without anything being forgotten for them."""
+        return self.longest - self.length
+
     # -- a pass
 
     def missing(self, tokens: list[int], limit: int) -> list[int]:
@@ -178,7 +183,7 @@ class KVCache(ABC):
         if end > self.capacity:
             raise CacheFull(f"{end} tokens do not fit the {self.capacity} that the cache holds")
         self.positions = torch.arange(start, end, device=self.device)
-        self._span, self._masks = (start, end), {}
+        self._span, self._worked_out = (start, end), {}
         self.length += n
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -212,12 +217,12 @@ class KVCache(ABC):
         (start, end), slots = self._span, k.shape[1]
         if window is None or first > end - 1 - window:  # no query has left it behind
             return Piece(k, v, causal=first == start)
-        if (key := (first, slots, window)) not in self._masks:
+        if (key := (first, slots, window)) not in self._worked_out:
             at, positions = torch.arange(first, first + slots, device=self.device), self.positions[:, None]
             hidden = (at > positions) | (at <= positions - window)
             zeros = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device)
-            self._masks[key] = zeros.masked_fill_(hidden, -torch.inf)
-        return Piece(k, v, self._masks[key])
+            self._worked_out[key] = zeros.masked_fill_(hidden, -torch.inf)
+        return Piece(k, v, self._worked_out[key])
 
     @abstractmethod
     def _store(self, layer: int, k: Tensor, v: Tensor) -> None:
@@ -251,22 +256,28 @@ class KVCache(ABC):
 
     def state(self) -> Iterator[tuple[str, Tensor]]:
         """What is held, used part only: for each layer a name and K and V, [2, Hkv, S, D]."""
-        for layer in range(self.config.num_hidden_layers):
+        for layer, name in enumerate(self._layers):
             keys, values = zip(*self._read(layer, 0, self.held), strict=True)
-            yield f"layers.{layer}", torch.stack((torch.cat(keys, 1), torch.cat(values, 1)))
+            yield name, torch.stack((torch.cat(keys, 1), torch.cat(values, 1)))
+
+    def shapes(self, counts: dict[str, int]) -> dict[str, tuple[int, ...]]:
+        """The tensors of a ``state`` with such ``counts``. Raises ValueError or KeyError for counts that cannot be."""
+        return dict.fromkeys(self._layers, (2, self.config.num_key_value_heads, counts["length"], self.config.head_dim))
+
+    @property
+    def _layers(self) -> list[str]:
+        return [f"layers.{layer}" for layer in range(self.config.num_hidden_layers)]
 
     def restore(self, counts: dict[str, int], read: Callable[[str], Tensor]) -> None:
-        """Hold what ``counts`` and ``state`` told of another cache of this kind; ``read`` gives a tensor by name.
-
-        Raises CacheFull, nothing changed, when it does not fit; KeyError or RuntimeError for a state that is not one.
-        """
+        """Hold what ``counts`` and ``state`` told of another cache of this kind; ``read`` gives a tensor by name, of
+        which ``shapes`` has told the shape. Raises CacheFull, nothing changed, when it does not fit."""
         if counts["length"] > self.capacity:
             raise CacheFull(f"{counts['length']} tokens do not fit the {self.capacity} that the cache holds")
         self.truncate(0)
         self.extend(counts["length"])
         try:
-            for layer in range(self.config.num_hidden_layers):
-                self._store(layer, *read(f"layers.{layer}").to(self.device))
+            for layer, name in enumerate(self._layers):
+                self._store(layer, *read(name).to(self.device))
         except BaseException:
             self.truncate(0)
             raise

@@ -676,6 +676,7 @@ def test_samples_follow_each_other_with_their_seeds(engine, no_stdin, capsys):
         (["--batch", "nowhere"], "nowhere: No such file"),
         (["--batch", "/"], "/: Is a directory"),
         (["--batch", __file__, "-o", "/"], "/: Is a directory"),
+        (["--batch", __file__, "-o", "/dev/null"], "/dev/null: not a file of its own"),
         (["--batch", __file__, "--cache", "none"], "--cache none"),
         (["--samples", "2", "-p", "hi", "--cache", "contiguous"], "--cache contiguous"),
         (["--batch", __file__, "-p", "hi"], "--prompt does not go with --batch"),

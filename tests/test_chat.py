@@ -150,7 +150,7 @@ def test_a_cache_in_a_file_and_one_with_sinks_are_asked_for_by_their_own_options
     ("options", "said"),
     [
         (["--cache-dir", "."], "--cache-dir is for --cache offload, and this is contiguous"),
-        (["--cache", "offload", "--cache-dir", "nowhere"], "nowhere: no room for"),
+        (["--cache", "offload", "--cache-dir", "nowhere"], "nowhere: No such file or directory"),
         (["--sinks", "4", "--cache", "int8"], "cannot be int8 too"),
         (["--sinks", "-4"], "must be from 0 to half"),
         (["--draft", "nowhere"], "nowhere: no such"),

@@ -106,6 +106,14 @@ def test_a_verifying_session_reports_the_distance_to_a_recompute(tiny):
     assert all(step.max_abs_diff > 1e-2 for step in steps)
 
 
+def test_a_verifying_session_goes_on_when_the_middle_is_forgotten(tiny_gqa):
+    session = session_over(tiny_gqa, "sinks", capacity=40, cls=VerifyingSession)
+    session.tokenizer.stop_ids = set()
+    steps = list(session.generate(PROMPT, Sampling(temperature=0, max_tokens=60)))
+    assert len(steps) == 60
+    assert max(step.max_abs_diff for step in steps[:25]) < 1e-4 < steps[-1].max_abs_diff
+
+
 # ---- drawing
 
 

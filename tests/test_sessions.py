@@ -1,5 +1,6 @@
 """Sessions on disk, and branches: what comes back is what was kept, or it is refused by name."""
 
+import json
 import os
 import stat
 
@@ -169,6 +170,44 @@ def test_a_file_whose_numbers_cannot_be_is_refused(wrong, saved, tmp_path):
     save_file(tensors, tmp_path / "wrong", {**metadata, **wrong} if wrong else {})
     with pytest.raises(SessionError, match="not a saved session"):
         session.load(tmp_path / "wrong")
+
+
+@pytest.mark.parametrize("kind", SAVED)
+@pytest.mark.parametrize("wrong", ["missing", "shape", "counts"])
+def test_a_load_that_fails_leaves_the_session_and_its_cache_as_they_were(kind, wrong, tiny_gqa, tmp_path):
+    session, other = session_over(tiny_gqa, kind), session_over(tiny_gqa, kind)
+    tokens_of(other, PROMPT * 8, TEN)
+    other.save(tmp_path / "whole")
+    with safe_open(tmp_path / "whole", framework="pt") as file:
+        metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    if wrong == "missing":
+        del tensors["cache.layers.2" if "cache.layers.2" in tensors else "cache.values"]
+    elif wrong == "shape":
+        tensors["cache.layers.2" if "cache.layers.2" in tensors else "cache.values"] = torch.zeros(2, 2, 1, 8)
+    else:
+        counts = json.loads(metadata["counts"])
+        metadata["counts"] = json.dumps({**counts, "length": counts["length"] + 1})
+    save_file(tensors, tmp_path / "wrong", metadata)
+    answer = tokens_of(session, PROMPT, TEN)
+    with pytest.raises(SessionError, match="not a saved session"):
+        session.load(tmp_path / "wrong")
+    assert (session.tokens, session.cache.length) == (PROMPT + answer, 20)
+    assert tokens_of(session, PROMPT, TEN) == answer and session.last.reused_tokens == 10
+
+
+def test_a_load_that_finds_no_pages_leaves_the_session_as_it_was(tiny_gqa, tmp_path):
+    trunk = session_over(tiny_gqa, "paged", capacity=96)
+    tokens_of(trunk, PROMPT * 7, TEN)
+    trunk.save(tmp_path / "long")
+    tokens_of(trunk, PROMPT * 2, TEN)
+    branch = trunk.fork()
+    held, tokens = trunk.cache.length, list(trunk.tokens)
+    with pytest.raises(CacheFull, match="pages that are free"):
+        branch.load(tmp_path / "long")
+    assert (branch.cache.length, branch.tokens) == (held, tokens)
+    trunk.cache.truncate(0)
+    branch.load(tmp_path / "long")
+    assert branch.cache.length == 7 * 11 + 9
 
 
 def test_what_cannot_be_written_or_found_is_said_and_the_old_file_stays(saved, tmp_path, monkeypatch):

@@ -67,7 +67,7 @@ def test_a_right_draft_saves_passes_and_a_wrong_one_costs_none(session):
     assert session.drafts.passes == 10  # after the prompt's own, six tokens each, and the last one five
     session.drafts = Oracle(answer, PROMPT, wrong_at=range(500))
     assert tokens_of(session, PROMPT, LONG) == answer
-    assert session.drafts.passes == 59
+    assert session.drafts.passes == 58  # the last token has none behind it
     assert session.last.decode_tokens == 59
 
 
@@ -108,6 +108,42 @@ def test_sampled_tokens_follow_the_same_distribution_with_a_draft(session, monke
     p = torch.softmax(logits, -1)
     for token in (5, 6, 7):
         assert counts[token] / (3 * total) == pytest.approx(p[token].item(), abs=0.03)
+
+
+@pytest.mark.parametrize("capacity", [8, 40, 64])
+def test_a_full_cache_with_sinks_forgets_at_the_same_tokens_with_a_draft(capacity, tiny_gqa):
+    model, tokenizer = load(tiny_gqa, dtype=torch.float32), session_over(tiny_gqa).tokenizer
+    tokenizer.stop_ids = set()
+    plain, drafted, looking = (Session(model, make("sinks", model.config, capacity), tokenizer) for _ in range(3))
+    sampling = Sampling(temperature=0, max_tokens=200)
+    answer = tokens_of(plain, PROMPT * 5, sampling)
+    drafted.drafts, looking.drafts = Oracle(answer, PROMPT * 5, set(range(70, 260, 7))), Lookup()
+    for session in (drafted, looking):
+        assert tokens_of(session, PROMPT * 5, sampling) == answer
+        assert session.cache.forgotten == plain.cache.forgotten > 100
+
+
+def test_a_session_whose_draft_was_cut_by_a_stop_string_is_saved_as_it_stands(tmp_path):
+    model = successor_folder(tmp_path / "model", says("Hélo, wrd!"))
+    plain, session = session_over(model), session_over(model)
+    prompt = plain.tokenizer.chat(user("hi"))
+    session.drafts = Oracle(tokens_of(plain, prompt, LONG), prompt)
+    assert text_of(session, user("hi"), Sampling(temperature=0, stop=("é",))) == "H"
+    assert session.cache.length <= len(session.tokens)
+    session.save(tmp_path / "chat")
+    assert session_over(model).load(tmp_path / "chat") == ""
+
+
+def test_pages_that_others_hold_are_no_place_for_a_draft(tiny_gqa):
+    sessions = [session_over(tiny_gqa, "paged", capacity=128) for _ in range(2)]
+    answers = []
+    for session, drafts in zip(sessions, (Drafts(), Lookup()), strict=True):
+        session.tokenizer.stop_ids, session.drafts = set(), drafts
+        tokens_of(session, PROMPT * 5, Sampling(temperature=0, max_tokens=10))
+        branch = session.fork()
+        assert branch.drafts is drafts
+        answers.append(tokens_of(branch, session.tokens, Sampling(temperature=0)))
+    assert answers[0] == answers[1] and len(answers[0]) > 20
 
 
 @settings(max_examples=25, deadline=None)
