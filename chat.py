@@ -215,6 +215,8 @@ def open_session(args: argparse.Namespace, name: str | None = None):
 
     llama, tokenizer, context = open_model(args, name)
     kind, options = cache_of(args)
+    if kind == "sinks" and llama.rotary.kind == "dynamic":
+        raise ChatError("--sinks moves tokens to other positions, which this model's dynamic ones do not allow")
     kept = cache.make(kind, llama.config, context, llama.device, llama.dtype, **options)
     note_long(context, llama.config)
     session = (VerifyingSession if args.verify else Session)(llama, kept, tokenizer)

@@ -281,7 +281,9 @@ def test_a_folder_is_itself(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "name", ["", "x", "../x", "x/..", "a/b/c", "/etc/none", "weights/typo", "org/na me", "org/x@../../y", "x" * 5000]
 )
-def test_no_other_name_reaches_the_hub(name, monkeypatch):
+def test_no_other_name_reaches_the_hub(name, monkeypatch, tmp_path):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setattr(get, "snapshot", None)
     with pytest.raises(get.GetError) as caught:
         get.resolve(name)
