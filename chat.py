@@ -462,7 +462,9 @@ class Progress:
         if not self.quiet:
             before = f" after {self.before} that were there" if self.before else ""
             stopped = "; stopped before the end" if self.batch.interrupted else ""
-            note(f"{self.output.next - self.before} lines answered{before}, {self.speed}{stopped}")
+            lines, errors = self.output.next - self.before, self.output.errors
+            refused = f" ({errors} with an error)" if errors else ""
+            note(f"{lines} lines answered{refused}{before}, {self.speed}{stopped}")
 
     @property
     def speed(self) -> str:

@@ -223,6 +223,8 @@ class Turn:
     decode_s: float = 0.0
     computed_tokens: int = 0
     decode_tokens: int = field(default=0, repr=False)
+    drafted_tokens: int = field(default=0, repr=False)
+    accepted_tokens: int = field(default=0, repr=False)
     decode_bytes: int = field(default=0, repr=False)
 
     @property
@@ -378,6 +380,8 @@ class Session:
                 break
         if draft:
             self.drafts.judge(len(draft), len(tokens) - 1)
+            self.last.drafted_tokens += len(draft)
+            self.last.accepted_tokens += len(tokens) - 1
             self.cache.truncate(self.cache.reusable(len(self.tokens) + len(tokens) - 1))
         return tokens
 

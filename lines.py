@@ -138,9 +138,11 @@ class InOrder:
 
     def __init__(self, write: Callable[[dict], None], first: int = 0):
         self.write, self.next, self.held = write, first, {}
+        self.errors = 0
 
     def put(self, index: int, result: dict) -> None:
         self.held[index] = {"index": index, **result}
+        self.errors += "error" in result
         while self.next in self.held:
             self.write(self.held.pop(self.next))
             self.next += 1

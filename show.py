@@ -129,6 +129,8 @@ class Summary(Stats):
         turn, cache = session.last, session.cache
         held = f"{cache.held}/{cache.capacity} tokens, {of(cache.bytes_used, cache.bytes_reserved)}"
         speed = f"{turn.decode_tok_s:.1f} tok/s, {turn.decode_bytes_s / 1e9:.1f} GB/s"
+        if turn.drafted_tokens:
+            speed += f", {turn.accepted_tokens} of {turn.drafted_tokens} drafted"
         self.say(
             f"[prompt {turn.computed_tokens} new at {turn.prefill_tok_s:.0f} tok/s + {turn.reused_tokens} reused | "
             f"answer {turn.generated_tokens} at {speed} | cache {cache.kind} {held} | {turn.stop} | seed {turn.seed}]"

@@ -69,6 +69,7 @@ def test_a_right_draft_saves_passes_and_a_wrong_one_costs_none(session):
     assert tokens_of(session, PROMPT, LONG) == answer
     assert session.drafts.passes == 58  # the last token has none behind it
     assert session.last.decode_tokens == 59
+    assert (session.last.accepted_tokens, session.last.drafted_tokens) == (0, 58 * 5 - 10)
 
 
 @pytest.mark.parametrize("limit", range(1, 9))
