@@ -93,7 +93,7 @@ class Packed(Linear):
 
     few: int  # rows up to which the kernel is faster than unpacking
     along = 0  # the dimension of the steps that counts outputs
-    block = 2**19  # weights that are unpacked at a time: few enough to stay in a CPU's cache
+    block = 2**20  # weights that are packed or unpacked at a time
 
     def pack(self, weight: Tensor, dtype: torch.dtype) -> None:
         """Keep weight [out, in], of any float dtype, for arithmetic in ``dtype``; some rows at a time."""
@@ -120,7 +120,7 @@ class Packed(Linear):
 class Int8Linear(Packed):
     """W = step · packed, with one step for each output: the largest weight of its row / 127."""
 
-    few = 12
+    few = 20
 
     def bytes_in(self, dtype: torch.dtype) -> int:
         steps_and_bias = self.outputs * (2 if self.bias is not None else 1)
@@ -148,7 +148,7 @@ class Int4Linear(Packed):
     """W = step · (packed - 8) + middle, with a step and a middle for each 32 inputs of an output: sixteen values from
     the group's smallest weight to its largest, or to 0 where that is beyond them."""
 
-    few = 40
+    few = 64
     along = 1
     group = 32
 
@@ -185,20 +185,20 @@ class Int4Linear(Packed):
 
     def _unpacked_product(self, x: Tensor, packed: Tensor, steps: Tensor) -> Tensor:
         wide = x.dtype if cpu_multiplies(x.dtype) else torch.float32
-        numbers = (unpack_int4(packed, rows_in_a_block()) - 8).unflatten(1, (-1, self.group)).to(wide)
-        step, middle = steps.to(wide).unflatten(1, (len(numbers), 1, -1)).permute(4, 1, 0, 2, 3).contiguous()
-        weight = torch.addcmul(middle, numbers, step).flatten(1, 2)  # [blocks, in, rows of a block]
-        return (x.to(wide) @ weight).transpose(0, 1).flatten(1).to(x.dtype)
+        numbers = unpack_int4(packed, rows_in_a_block()).sub_(8).unflatten(0, (-1, self.group)).to(wide)
+        step, middle = steps.to(wide)[:, None].unbind(-1)  # [groups, 1, out], beside [groups, 32, out]
+        weight = torch.addcmul(middle.contiguous(), numbers, step.contiguous()).flatten(0, 1)
+        return (x.to(wide) @ weight).to(x.dtype)
 
 
 def unpack_int4(packed: Tensor, rows: int) -> Tensor:
-    """packed [out, in / 2] uint8, as torch's CPU kernel reads it -> numbers 0 to 15, int8 [out / rows, in, rows].
+    """packed [out, in / 2] uint8, as torch's CPU kernel reads it -> numbers 0 to 15, int8 [in, out].
 
     A block of ``rows`` outputs lies together, input after input, and a byte holds two of its outputs: one of the first
     half in the low bits, one of the second half in the high ones.
     """
-    blocks = packed.view(-1, 2 * packed.shape[1], rows // 2)
-    return torch.cat((blocks & 15, blocks >> 4), -1).view(torch.int8)
+    blocks = packed.view(-1, 2 * packed.shape[1], rows // 2).transpose(0, 1)
+    return torch.cat((blocks & 15, blocks >> 4), -1).flatten(1).view(torch.int8)
 
 
 @cache
@@ -207,12 +207,7 @@ def rows_in_a_block() -> int:
     another order altogether, in which case only torch's kernel can read it."""
     numbers = torch.arange(64 * 32).mul(7).remainder(16).view(64, 32).int()
     packed = aten._convert_weight_to_int4pack_for_cpu(numbers, 1)
-    return next((rows for rows in (64, 32) if torch.equal(in_rows(unpack_int4(packed, rows)), numbers)), 0)
-
-
-def in_rows(blocks: Tensor) -> Tensor:
-    """[out / rows, in, rows] -> [out, in]"""
-    return blocks.transpose(1, 2).flatten(0, 1)
+    return next((rows for rows in (64, 32) if torch.equal(unpack_int4(packed, rows).T, numbers)), 0)
 
 
 # ---- formats
