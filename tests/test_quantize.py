@@ -81,25 +81,22 @@ def test_int4_values_are_within_half_a_step_of_their_group(dtype, stored):
 SHAPES = [(128, 96), (64, 32), (40, 32), (64, 50), (259, 64), (1152, 1024)]  # (out, in); the last in two blocks
 
 
-@pytest.mark.parametrize("rows", [1, 2, 7, 8, 33, 70])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("mode", MODES)
-def test_products_are_those_of_the_values_up_to_rounding(mode, dtype, shape, rows):
+def test_products_are_those_of_the_values_up_to_rounding(mode, dtype, shape):
+    """For few rows, which the kernel multiplies, and for many, which want the weights unpacked."""
     matrix = packed(mode, awkward(*shape), dtype, bias=True)
-    x = torch.randn(rows, shape[1]).to(dtype)
-    exact, size = (
-        torch.nn.functional.linear(x, w, b)
-        for x, w, b in (
-            (x.double(), values(matrix).double(), matrix.bias.double()),
-            (x.double().abs(), values(matrix).double().abs(), matrix.bias.double().abs()),
-        )
-    )
-    y = matrix(x)
-    assert y.dtype is dtype
+    weight, bias = values(matrix).double(), matrix.bias.double()
     # In bfloat16 terms and sum are rounded once each; in float32 each partial sum is, and sums are long.
-    roundings = {torch.bfloat16: 2, torch.float32: 8}[dtype]
-    assert ((y.double() - exact).abs() <= roundings * torch.finfo(dtype).eps * size).all()
+    eps = {torch.bfloat16: 2, torch.float32: 8}[dtype] * torch.finfo(dtype).eps
+    for rows in (1, 2, 7, 8, 33, 70):
+        x = torch.randn(rows, shape[1]).to(dtype)
+        y = matrix(x)
+        assert y.dtype is dtype
+        size = torch.nn.functional.linear(x.double().abs(), weight.abs(), bias.abs())
+        error = y.double() - torch.nn.functional.linear(x.double(), weight, bias)
+        assert (error.abs() <= eps * size).all(), rows
 
 
 @pytest.mark.parametrize("rows", [1, 70])
@@ -218,17 +215,17 @@ print(peak() - before - sum(p.nbytes for p in kept.parameters()))
 """
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_loading_takes_the_packed_weights_and_one_tensor(mode, tiny_gqa, tmp_path):
+def test_loading_takes_the_packed_weights_and_one_tensor(tiny_gqa, tmp_path):
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"vocab_size": 32000, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 6}
-    tied = LlamaConfig(**sizes, num_attention_heads=12, torch_dtype="float16", tie_word_embeddings=True)
+    sizes = {"vocab_size": 32000, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6}
+    tied = LlamaConfig(**sizes, num_attention_heads=8, torch_dtype="float16", tie_word_embeddings=True)
     LlamaForCausalLM(tied).half().save_pretrained(tmp_path)
-    run = [sys.executable, "-c", PEAK, str(tiny_gqa), str(tmp_path), mode]
-    done = subprocess.run(run, capture_output=True, text=True, cwd=Path(__file__).parents[1], check=True)
-    table = 32000 * 768  # packed in 8 bits from the stored 16, a MiB at a time
-    assert float(done.stdout) < 3 * table + 2**25
+    table = 32000 * 512  # weights, packed in 8 bits from the stored 16, a million at a time
+    for mode in MODES:
+        run = [sys.executable, "-c", PEAK, str(tiny_gqa), str(tmp_path), mode]
+        done = subprocess.run(run, capture_output=True, text=True, cwd=Path(__file__).parents[1], check=True)
+        assert float(done.stdout) < 3 * table + 2**24, mode
 
 
 # ---- the real model
@@ -246,19 +243,25 @@ def surprise(model, tokens):
     return torch.nn.functional.cross_entropy(logits, torch.tensor(tokens[1:])).item()
 
 
-def test_perplexity_on_a_real_text_grows_by_less_than_two_percent(mode_and_model, default_model):
+@pytest.fixture(scope="module")
+def text_and_surprise(default_model):
+    """400 tokens of a real text, and how much they surprise the model in bfloat16 with its weights whole."""
     from pydoc_data.topics import topics
 
-    (_, model), plain = mode_and_model, load(default_model, dtype=torch.bfloat16)
-    tokens = Tokenizer.from_folder(default_model).encode(topics["class"] + topics["typesseq"])[:601]
-    assert surprise(model, tokens) - surprise(plain, tokens) < 0.02
+    tokens = Tokenizer.from_folder(default_model).encode(topics["class"][:3000])[:401]
+    return tokens, surprise(load(default_model, dtype=torch.bfloat16), tokens)
+
+
+def test_perplexity_on_a_real_text_grows_by_less_than_two_percent(mode_and_model, text_and_surprise):
+    tokens, before = text_and_surprise
+    assert surprise(mode_and_model[1], tokens) - before < 0.02
 
 
 def test_greedy_answers_make_sense(mode_and_model, default_model):
     (_, model), tokenizer = mode_and_model, Tokenizer.from_folder(default_model)
     session = Session(model, make("contiguous", model.config, 256, dtype=model.dtype), tokenizer)
     prompt = tokenizer.chat([{"role": "user", "content": "Name three primary colours."}])
-    answer = "".join(step.text for step in session.generate(prompt, Sampling(temperature=0, max_tokens=40)))
+    answer = "".join(step.text for step in session.generate(prompt, Sampling(temperature=0, max_tokens=32)))
     assert "Red" in answer and "Blue" in answer
 
 
