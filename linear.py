@@ -93,28 +93,29 @@ class Packed(Linear):
 
     few: int  # rows up to which the kernel is faster than unpacking
     along = 0  # the dimension of the steps that counts outputs
-    block = 2**20  # weights that are packed or unpacked at a time
+    packed_at_once = 2**16  # weights: so few that what each takes while it is packed does not leave holes in memory
+    unpacked_at_once = 2**20
 
     def pack(self, weight: Tensor, dtype: torch.dtype) -> None:
         """Keep weight [out, in], of any float dtype, for arithmetic in ``dtype``; some rows at a time."""
-        parts = [self._pack(rows.float(), dtype) for rows in weight.split(self._rows)]
+        parts = [self._pack(rows.float(), dtype) for rows in weight.split(self._rows(self.packed_at_once))]
         packed, steps = zip(*parts, strict=True)
         self.weight, self.packed, self.steps = None, fixed(torch.cat(packed)), fixed(torch.cat(steps, self.along))
 
     def product(self, x: Tensor) -> Tensor:
         if self._reads_packed(x):
             return self._kernel(x)
-        blocks = zip(self.packed.split(self._rows), self.steps.split(self._rows, self.along), strict=True)
+        rows = self._rows(self.unpacked_at_once)
+        blocks = zip(self.packed.split(rows), self.steps.split(rows, self.along), strict=True)
         return torch.cat([self._unpacked_product(x, *block) for block in blocks], -1)
 
     @property
     def dtype(self) -> torch.dtype:
         return self.steps.dtype
 
-    @property
-    def _rows(self) -> int:
-        """Outputs that are worked on at a time; kernels pack 64 of them together."""
-        return max(64, self.block // self.inputs // 64 * 64)
+    def _rows(self, weights: int) -> int:
+        """Outputs that are about so many weights; kernels pack 64 of them together."""
+        return max(64, weights // self.inputs // 64 * 64)
 
 
 class Int8Linear(Packed):

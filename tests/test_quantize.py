@@ -221,11 +221,11 @@ def test_loading_takes_the_packed_weights_and_one_tensor(tiny_gqa, tmp_path):
     sizes = {"vocab_size": 32000, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6}
     tied = LlamaConfig(**sizes, num_attention_heads=8, torch_dtype="float16", tie_word_embeddings=True)
     LlamaForCausalLM(tied).half().save_pretrained(tmp_path)
-    table = 32000 * 512  # weights, packed in 8 bits from the stored 16, a million at a time
+    table = 32000 * 512  # weights, packed in 8 bits from the stored 16, some rows at a time
     for mode in MODES:
         run = [sys.executable, "-c", PEAK, str(tiny_gqa), str(tmp_path), mode]
         done = subprocess.run(run, capture_output=True, text=True, cwd=Path(__file__).parents[1], check=True)
-        assert float(done.stdout) < 3 * table + 2**24, mode
+        assert float(done.stdout) < 3 * table + 2**23, mode
 
 
 # ---- the real model
