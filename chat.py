@@ -85,6 +85,12 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         help="default: as the weights are stored",
     )
     add(
+        "--quantize",
+        choices=("none", "int8", "int4"),
+        default="none",
+        help="pack the weights: half or a third of the bytes, and faster (default: none)",
+    )
+    add(
         "-c",
         "--ctx-size",
         type=count,
@@ -197,7 +203,7 @@ def open_model(args: argparse.Namespace, name: str | None = None):
         tokenizer.strips_first_space = False  # the answer goes on from a text, and does not begin one
     elif not tokenizer.has_template:
         note("this model has no chat template and gets plain User: … Assistant: …; --raw goes on from your text alone")
-    llama = model.load(folder, device, None if args.dtype == "auto" else model.DTYPES[args.dtype])
+    llama = model.load(folder, device, model.DTYPES.get(args.dtype), quantize_of(args))
     # By default a modest part of what the model was made for.
     return llama, tokenizer, args.ctx_size or min(4096, llama.config.max_position_embeddings)
 
@@ -242,6 +248,10 @@ def drafts_of(args: argparse.Namespace, session):
     return DraftModel(Session(small, room, session.tokenizer))
 
 
+def quantize_of(args: argparse.Namespace) -> str | None:
+    return None if args.quantize == "none" else args.quantize
+
+
 def cache_of(args: argparse.Namespace) -> tuple[str, dict]:
     """The kind of cache that the options ask for, and its own options. Raises ChatError when they do not agree."""
     kind = args.cache or "contiguous"
@@ -257,19 +267,21 @@ def cache_of(args: argparse.Namespace) -> tuple[str, dict]:
 def plan(args: argparse.Namespace) -> None:
     """Print what the weights and each kind of cache take, by config.json alone. Raises one of ``user_errors``."""
     from cache import KINDS, free_memory
-    from model import DTYPES, Config, Llama, name_of
+    from model import DTYPES, Config, Llama, arithmetic, name_of
 
     folder, device = model_folder(args.model, args.offline), device_of(args.device)
     config = Config.from_folder(folder)
-    dtype = DTYPES.get(args.dtype) or config.dtype or DTYPES["float32"]
+    quantize = quantize_of(args)
+    dtype = arithmetic(DTYPES.get(args.dtype), config.dtype, quantize, device)
     most = args.ctx_size or config.max_position_embeddings
-    weights = Llama.bytes_for(config, dtype)
+    weights = Llama.bytes_for(config, dtype, quantize)
     heads = {"MHA": config.num_attention_heads, "GQA": config.num_key_value_heads, "MQA": 1}
     own = {1: "MQA", config.num_attention_heads: "MHA"}.get(config.num_key_value_heads, "GQA")
     name = str(dtype).removeprefix("torch.")
     lengths = [n for n in (1024 << i for i in range(40)) if n < most] + [most]
 
-    print(f"{name_of(folder)} in {name}: {config.num_hidden_layers} layers, {heads['MHA']} query heads")
+    packed = f"{quantize}, computing in " if quantize else ""
+    print(f"{name_of(folder)} in {packed}{name}: {config.num_hidden_layers} layers, {heads['MHA']} query heads")
     print(f"over {heads['GQA']} key/value heads ({own}) of {config.head_dim}\n")
     print(f"weights                       {size(weights)}")
     costs: dict[tuple[int, ...], list[str]] = {}  # kinds that cost the same stand together

@@ -579,7 +579,7 @@ def chunk_size(model: Llama) -> int:
     if model.rotary.kind == "dynamic":
         return 2**31  # all of the prompt: its keys turn by how long the pass makes the context
     operations = 2**37 if model.device.type == "cpu" else 2**44  # about half a second's
-    tokens = operations // max(1, model.bytes_per_step // model.dtype.itemsize * 2)
+    tokens = operations // (2 * model.products_per_token)
     return min(2048, max(16, 1 << max(0, tokens.bit_length() - 1)))
 
 

@@ -14,8 +14,9 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, replace
-from functools import cache, cached_property
+from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
 
@@ -23,6 +24,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from linear import FORMATS, Linear, Packed, empty, fixed
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -329,60 +332,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 # ---- layers
 
 
-def empty(*shape: int) -> nn.Parameter:
-    """A parameter that has a shape and no memory yet; ``load`` gives it both value and dtype."""
-    return nn.Parameter(torch.empty(shape, device="meta"), requires_grad=False)
-
-
-class Linear(nn.Module):
-    """y = x Wᵀ (+ b), x of any float dtype rounded to the weight's; [T, in] -> [T, out]."""
-
-    def __init__(self, inputs: int, outputs: int, bias: bool = False):
-        super().__init__()
-        self.weight = empty(outputs, inputs)
-        self.bias = empty(outputs) if bias else None
-
-    def product(self, x: Tensor) -> Tensor:
-        return multiply(x.to(self.weight.dtype), self.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.product(x)
-        return y if self.bias is None else y + self.bias
-
-
-class SummedLinear(Linear):
-    """A Linear of which each rank holds some input columns; products are summed over ranks (arXiv 1909.08053, §3)."""
-
-    world = 1
-
-    def product(self, x: Tensor) -> Tensor:
-        y = super().product(x)
-        if self.world > 1:
-            torch.distributed.all_reduce(y)
-        return y
-
-
-def multiply(x: Tensor, weight: Tensor) -> Tensor:
-    """x [T, in] times weightᵀ [in, out], by the call that is fastest where they are; result in their dtype."""
-    rows, dtype = x.shape[0], x.dtype
-    if x.device.type == "cpu" and dtype is not torch.float32:
-        if rows == 1 and dtype is torch.bfloat16:
-            return torch.mv(weight, x[0])[None]  # reads the weights up to 1.6 times as fast as F.linear
-        if rows >= 8 and not cpu_multiplies(dtype):
-            return F.linear(x.float(), weight.float()).to(dtype)  # 10 times as fast as torch's own 16-bit loop
-    return F.linear(x, weight)
-
-
-@cache
-def cpu_multiplies(dtype: torch.dtype) -> bool:
-    """Whether this CPU has matrix kernels for a 16-bit dtype; many desktops have none."""
-    if not torch.backends.mkldnn.is_available():
-        return False
-    if dtype is torch.bfloat16:
-        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return torch.ops.mkldnn._is_mkldnn_fp16_supported()
-
-
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x²) + eps) · weight over the last dimension, in float32 (arXiv 1910.07467)."""
 
@@ -392,20 +341,35 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        if x.device.type != "cpu":
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        # There F.rms_norm is seven small operations; these four take 40% of its time. hypot adds eps under the root.
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True).hypot_(self._least)
+        return (x * self._scaled).div_(length)
+
+    @cached_property
+    def _scaled(self) -> Tensor:
+        return self.weight * math.sqrt(self.weight.numel())
+
+    @cached_property
+    def _least(self) -> Tensor:
+        return torch.tensor(math.sqrt(self.weight.numel() * self.eps))
+
+    def bytes_in(self, dtype: torch.dtype) -> int:
+        return 4 * self.weight.numel()
 
 
 class Attention(nn.Module):
     """Grouped-query attention. The cache keeps k and v, which later tokens read; q is used once and forgotten."""
 
-    def __init__(self, config: Config, layer: int):
+    def __init__(self, config: Config, layer: int, linear: Callable[..., Linear]):
         super().__init__()
         self.layer, self.turned = layer, config.rotary[layer]
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = config.head_dim
         rows, bias = (self.heads + 2 * self.kv_heads) * self.head_dim, config.attention_bias
-        self.qkv_proj = Linear(config.hidden_size, rows, bias=bias or config.qkv_bias)
-        self.o_proj = SummedLinear(self.heads * self.head_dim, config.hidden_size, bias=bias)
+        self.qkv_proj = linear(config.hidden_size, rows, bias=bias or config.qkv_bias)
+        self.o_proj = linear(self.heads * self.head_dim, config.hidden_size, bias=bias)
         self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
 
@@ -424,10 +388,10 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """SwiGLU: down(silu(gate(x)) · up(x)) (arXiv 2002.05202)."""
 
-    def __init__(self, config: Config):
+    def __init__(self, config: Config, linear: Callable[..., Linear]):
         super().__init__()
-        self.gate_up_proj = Linear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
-        self.down_proj = SummedLinear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.gate_up_proj = linear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
+        self.down_proj = linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up_proj(x).chunk(2, -1)
@@ -437,12 +401,12 @@ class MLP(nn.Module):
 class Layer(nn.Module):
     """One transformer block, pre-norm: attention, then the MLP, each added to the residual stream."""
 
-    def __init__(self, config: Config, layer: int):
+    def __init__(self, config: Config, layer: int, linear: Callable[..., Linear]):
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config, layer)
+        self.self_attn = Attention(config, layer, linear)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config)
+        self.mlp = MLP(config, linear)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, kv_cache)
@@ -456,21 +420,22 @@ class Llama(nn.Module):
     them, and in float16 it overflows. It costs nothing, since a decode step's time goes into reading the weights.
     """
 
-    def __init__(self, config: Config):
+    def __init__(self, config: Config, quantize: str | None = None):
         super().__init__()
         self.config, self.name = config, ""
-        self.embed_tokens = Linear(config.hidden_size, config.vocab_size)
-        self.layers = nn.ModuleList(Layer(config, layer) for layer in range(config.num_hidden_layers))
+        linear, head = FORMATS[quantize]
+        tied, sizes = config.tie_word_embeddings, (config.hidden_size, config.vocab_size)
+        self.embed_tokens = (head if tied else Linear)(*sizes)
+        self.layers = nn.ModuleList(Layer(config, layer, linear) for layer in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        tied = config.tie_word_embeddings
-        self.lm_head = self.embed_tokens if tied else Linear(config.hidden_size, config.vocab_size)
+        self.lm_head = self.embed_tokens if tied else head(*sizes)
         self.rotary = Rotary(config)
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, kv_cache) -> Tensor:
         """tokens [T] int64, after ``cache.extend(T)`` -> hidden [T, hidden_size] float32."""
         cos, sin = self.rotary(kv_cache.positions)
-        x = F.embedding(tokens, self.embed_tokens.weight).float()
+        x = self.embed_tokens.rows(tokens)
         for layer in self.layers:
             x = layer(x, cos, sin, kv_cache)
         return x
@@ -482,11 +447,12 @@ class Llama(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.lm_head.weight.dtype
+        """Of the arithmetic, and so what a cache keeps; with packed weights it is not theirs."""
+        return self.lm_head.dtype
 
     @property
     def device(self) -> torch.device:
-        return self.lm_head.weight.device
+        return self.norm.weight.device
 
     @cached_property
     def fingerprint(self) -> str:
@@ -498,20 +464,23 @@ class Llama(nn.Module):
         return digest.hexdigest()
 
     @staticmethod
-    def bytes_for(config: Config, dtype: torch.dtype) -> int:
+    def bytes_for(config: Config, dtype: torch.dtype, quantize: str | None = None) -> int:
         """Bytes of the weights in a dtype, norms being float32 always; from the config alone."""
-        sizes = (
-            parameter.numel() * (4 if isinstance(module, RMSNorm) else dtype.itemsize)
-            for module in Llama(config).modules()
-            for parameter in module.parameters(recurse=False)
+        return sum(
+            module.bytes_in(dtype) for module in Llama(config, quantize).modules() if hasattr(module, "bytes_in")
         )
-        return sum(sizes)
 
     @property
     def bytes_per_step(self) -> int:
         """Bytes of weights that one decode step reads: all but the embedding table, unless that is the head too."""
         total = sum(parameter.nbytes for parameter in self.parameters())
-        return total if self.config.tie_word_embeddings else total - self.embed_tokens.weight.nbytes
+        return total if self.config.tie_word_embeddings else total - self.embed_tokens.bytes
+
+    @property
+    def products_per_token(self) -> int:
+        """Multiplications by a weight that one token takes."""
+        matrices = [module for module in self.layers.modules() if isinstance(module, Linear)]
+        return sum(matrix.inputs * matrix.outputs for matrix in [*matrices, self.lm_head])
 
 
 # ---- loading
@@ -586,6 +555,12 @@ class Checkpoint:
         if shape != (wanted := source.whole(world)):
             raise ModelError(f"{path}: {source.name} is {shape}, where config.json wants {wanted}")
 
+    def read(self, parts: list[Source], target: Tensor, rank: int) -> Tensor:
+        """Rank's part of stored tensors, one below the other in target, which is returned."""
+        for source, rows in zip(parts, target.split([source.shape[0] for source in parts]), strict=True):
+            self.copy(source, rows, rank)
+        return target
+
     def copy(self, source: Source, target: Tensor, rank: int) -> None:
         """Copy rank's part of a tensor, converting to target's dtype and device.
 
@@ -641,14 +616,16 @@ def share(config: Config, world: int) -> Config:
     return replace(config, **{name: getattr(config, name) // world for name in names})
 
 
-def survey(folder: Path, world: int = 1) -> tuple[Llama, Checkpoint, dict[str, list[Source]]]:
+def survey(
+    folder: Path, world: int = 1, quantize: str | None = None
+) -> tuple[Llama, Checkpoint, dict[str, list[Source]]]:
     """All that can be known of a folder without reading its weights: the model without memory, the tensors on disk,
     and the stored ones that make each parameter. Raises ModelError for whatever ``load`` would refuse."""
     if not folder.is_dir():
         raise ModelError(f"{folder}: no such model folder")
     config, checkpoint = share(Config.from_folder(folder), world), Checkpoint(folder)
     checkpoint.dtype(f"model.layers.{config.num_hidden_layers - 1}.input_layernorm.weight")  # before so many are made
-    model = Llama(config)
+    model = Llama(config, quantize)
     plan = {name: sources(name, parameter.shape, config) for name, parameter in model.named_parameters()}
     for parts in plan.values():
         for source in parts:
@@ -656,36 +633,63 @@ def survey(folder: Path, world: int = 1) -> tuple[Llama, Checkpoint, dict[str, l
     return model, checkpoint, plan
 
 
+def arithmetic(dtype: torch.dtype | None, stored: torch.dtype | None, quantize: str | None, device="cpu"):
+    """The dtype to compute in: the one asked for, or else the stored one, or bfloat16 with packed weights.
+
+    Raises ModelError for one that packed weights do not go with.
+    """
+    if quantize is None:
+        return dtype or stored or torch.float32
+    if quantize not in FORMATS:
+        raise ModelError(f"quantize is {quantize!r}; supported: {', '.join(filter(None, FORMATS))}")
+    kind = torch.device(device).type
+    if quantize == "int4" and kind not in ("cpu", "cuda"):
+        raise ModelError(f"int4 weights are for cpu and cuda, and not for {kind}; int8 ones work everywhere")
+    allowed = [torch.bfloat16] if quantize == "int4" and kind == "cuda" else [torch.bfloat16, torch.float32]
+    if dtype not in (None, *allowed):
+        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
+        raise ModelError(f"{quantize} weights on {kind} compute in {names}, not in {str(dtype).removeprefix('torch.')}")
+    return dtype or torch.bfloat16
+
+
 def load(
     folder: str | Path,
     device: str | torch.device = "cpu",
     dtype: torch.dtype | None = None,
+    quantize: str | None = None,
     rank: int = 0,
     world: int = 1,
 ) -> Llama:
     """Load a Hugging Face folder, one tensor at a time, straight to its place; peak memory is about that of the
     weights.
 
-    ``dtype`` None keeps the stored one; norm weights are float32 always. With ``world`` ranks, each reads and holds
-    only its part of the attention heads and of the MLP, and torch.distributed must be initialized to run it. Raises
-    ModelError.
+    ``dtype`` None keeps the stored one; norm weights are float32 always. ``quantize`` int8 or int4 packs the matrices
+    as they come, and computes in bfloat16 (see linear.py); an embedding table that is not the head too stays whole.
+    With ``world`` ranks, each reads and holds only its part of the attention heads and of the MLP, and
+    torch.distributed must be initialized to run it. Raises ModelError.
     """
     folder = Path(folder)
-    model, checkpoint, plan = survey(folder, world)
-    dtype = dtype or checkpoint.dtype("model.embed_tokens.weight")
+    arithmetic(dtype, None, quantize, device)  # before anything is read
+    model, checkpoint, plan = survey(folder, world, quantize)
+    dtype = arithmetic(dtype, checkpoint.dtype("model.embed_tokens.weight"), quantize, device)
     for name, parts in plan.items():
         module, leaf = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
-        shape, wanted = getattr(module, leaf).shape, torch.float32 if isinstance(module, RMSNorm) else dtype
+        packs = isinstance(module, Packed) and leaf == "weight"
+        kept = torch.float32 if isinstance(module, RMSNorm) else checkpoint.dtype(parts[0].name) if packs else dtype
         try:
-            target = torch.empty(shape, dtype=wanted, device=device)
+            values = checkpoint.read(parts, torch.empty(getattr(module, leaf).shape, dtype=kept, device=device), rank)
+            if packs:
+                module.pack(values, dtype)
+            else:
+                setattr(module, leaf, fixed(values))
+            del values  # before there is room for the next one
         except RuntimeError as error:  # OutOfMemoryError is one
+            if "memory" not in str(error):
+                raise
             raise ModelError(
                 f"{folder}: no memory for the weights on {device} ({str(error).splitlines()[0]})"
             ) from None
-        for source, rows in zip(parts, target.split([source.shape[0] for source in parts]), strict=True):
-            checkpoint.copy(source, rows, rank)
-        setattr(module, leaf, nn.Parameter(target, requires_grad=False))
-        if isinstance(module, SummedLinear):
+        if any(source.dim == 1 for source in parts):
             module.world = world
     model.rotary, model.name = Rotary(model.config, device), name_of(folder)
     return model.eval()

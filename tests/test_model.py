@@ -13,7 +13,8 @@ from conftest import tiny_folder
 from safetensors.torch import load_file, save_file
 
 from cache import make
-from model import Config, ModelError, Rotary, cpu_multiplies, load, multiply, rotate
+from linear import cpu_multiplies, multiply
+from model import Config, ModelError, Rotary, load, rotate
 
 TOKENS = [5, 17, 200, 33, 5, 90, 121, 8, 64, 250, 5, 17, 3, 77, 140, 31]
 
@@ -93,7 +94,7 @@ def test_stored_dtype_is_kept_and_logits_are_float32(tiny_gqa, tmp_path, dtype):
 @pytest.mark.parametrize("rows", [1, 3, 8, 40])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_every_way_to_multiply_gives_the_product_up_to_rounding(dtype, rows, supported, monkeypatch):
-    monkeypatch.setattr("model.cpu_multiplies", lambda dtype: supported)
+    monkeypatch.setattr("linear.cpu_multiplies", lambda dtype: supported)
     x, weight = torch.randn(rows, 64), torch.randn(48, 64)
     x, weight = x.to(dtype), weight.to(dtype)
     product = multiply(x, weight)
