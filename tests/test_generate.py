@@ -373,7 +373,7 @@ def test_prefill_chunks_shrink_as_models_grow(session):
     """135 million parameters at about 0.3 TFLOP/s: 256 tokens, 0.25 s; never below 16 tokens."""
     sizes = []
     for parameters in (10**6, 135 * 10**6, 10**9, 8 * 10**9, 10**12):
-        session.model.__class__ = type("Sized", (type(session.model),), {"bytes_per_step": parameters * 4})
+        session.model.__class__ = type("Sized", (type(session.model),), {"products_per_token": parameters})
         sizes.append(chunk_size(session.model))
     assert sizes == [2048, 256, 64, 16, 16]
 
