@@ -9,12 +9,16 @@ is quick.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import secrets
 import signal
 import sys
+
+if __name__ == "__main__":  # from here on Ctrl-C ends quietly, also while the rest is imported
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+
+import argparse
+import json
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -36,6 +40,7 @@ from show import (
     interruptible,
     note,
     one_line,
+    reason,
     size,
     stats_for,
     unit_for,
@@ -496,7 +501,7 @@ def run(argv: list[str] | None) -> int:
     talks = text is None or args.interactive
     if talks and args.json:
         raise ChatError("--json needs -p TEXT or piped stdin, and no --interactive")
-    if talks and not sys.stdin.isatty():
+    if talks and not (sys.stdin and sys.stdin.isatty()):
         read_from_terminal()
     sampling, session = sampling_of(args), open_session(args)
     conversation = Conversation(session, sampling, output_for(args), args.system, args.raw, args.on_full)
@@ -505,6 +510,7 @@ def run(argv: list[str] | None) -> int:
         return 0
     if args.load:
         conversation.load(args.load)
+        conversation.system = args.system or conversation.system
     conversation.say(text)
     return 130 if session.last.stop == "interrupt" else 0
 
@@ -523,17 +529,20 @@ def read_from_terminal() -> None:
         terminal = os.open("/dev/tty", os.O_RDWR)
     except OSError:
         raise ChatError("--interactive needs a terminal to read from") from None
-    os.dup2(terminal, 0)
-    os.close(terminal)
+    if terminal:  # and not stdin itself, where that was closed
+        os.dup2(terminal, 0)
+        os.close(terminal)
     sys.stdin = open(0)  # noqa: SIM115
 
 
 @contextmanager
 def orderly_endings() -> Iterator[None]:
     """SIGTERM and SIGHUP leave as an exception does, so that what is to be kept is kept: SystemExit, 128 and the
-    number."""
+    number. A closed window sends more than one, and those after the first must not break the keeping."""
 
     def leave(signum, frame):
+        for ending in before:
+            signal.signal(ending, signal.SIG_IGN)
         sys.exit(128 + signum)
 
     before = {signum: signal.signal(signum, leave) for signum in ENDINGS if signal.getsignal(signum) is signal.SIG_DFL}
@@ -564,7 +573,7 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:
         closed = isinstance(error, BrokenPipeError)
         if not closed:
-            note(str(error))
+            note(reason(error))
         # What could not be written is still held back, and would be tried again when Python ends.
         nowhere = os.open(os.devnull, os.O_WRONLY)
         for stream in (sys.stdout, sys.stderr):
@@ -578,4 +587,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main())
