@@ -532,7 +532,7 @@ def read_from_terminal() -> None:
     if terminal:  # and not stdin itself, where that was closed
         os.dup2(terminal, 0)
         os.close(terminal)
-    sys.stdin = open(0)  # noqa: SIM115
+    sys.stdin = open(0, errors="replace")  # noqa: SIM115
 
 
 @contextmanager
@@ -559,6 +559,8 @@ def main(argv: list[str] | None = None) -> int:
     sys.stdout, sys.stderr = (s or open(os.devnull, "w") for s in (sys.stdout, sys.stderr))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # an answer that the terminal cannot encode is shown all the same
+    if sys.stdin:
+        sys.stdin.reconfigure(errors="replace")  # and one that it cannot decode is taken
     try:
         try:
             with orderly_endings():
@@ -574,16 +576,25 @@ def main(argv: list[str] | None = None) -> int:
         closed = isinstance(error, BrokenPipeError)
         if not closed:
             note(reason(error))
-        # What could not be written is still held back, and would be tried again when Python ends.
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        for stream in (sys.stdout, sys.stderr):
-            os.dup2(nowhere, stream.fileno())
+        abandon(sys.stdout)
         return 0 if closed else 2
     except Exception as error:
         if not isinstance(error, user_errors()):
             raise
         note(str(error))
         return 2
+    finally:
+        try:
+            sys.stderr.flush()
+        except OSError:  # nobody misses what a full stderr does not take
+            abandon(sys.stderr)
+
+
+def abandon(stream) -> None:
+    """What could not be written is still held back, and would be tried again when Python ends: it goes nowhere."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
 
 
 if __name__ == "__main__":

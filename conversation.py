@@ -303,7 +303,11 @@ class Conversation:
     def load(self, name: str) -> None:
         """Go on with a conversation that was kept, its cache restored. Raises ChatError; SessionError, and its kind
         SessionMismatch, whose ``about`` is for ``take``: nothing changed then."""
-        self.take(self.session.load(kept_file(name)))
+        path = kept_file(name)
+        for branch in self.branches.values():
+            if branch is not self.here:  # its pages are wanted; should it stay, they are computed again
+                branch.session.cache.truncate(0)
+        self.take(self.session.load(path))
         if name == LAST:
             self._saved = self._state()
 
@@ -315,10 +319,8 @@ class Conversation:
         system, raw, name, branches = conversation_in(about)
         if raw != self.raw:
             raise ChatError(f"the session was kept {'with' if raw else 'without'} --raw; start like that")
-        for other in [other for other in self.branches if other != self.name]:
-            self.drop(other)
-        self.system, self.name = system, name
         self.branches = {name: Branch(self.session, branches.pop(name))}
+        self.system, self.name = system, name
         try:
             self.branches |= {other: Branch(self.session.fork(), messages) for other, messages in branches.items()}
         except SessionError as error:

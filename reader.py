@@ -51,7 +51,6 @@ def unfinished(text: str) -> bool:
 def ask(prompt: str) -> str:
     """A line that is typed behind ``prompt``, which stands where the person sees it. Raises EOFError and
     KeyboardInterrupt."""
-    sys.stdin.reconfigure(errors="replace")
     seen = sys.stdout if sys.stdout.isatty() else sys.stderr
     print(prompt, end="", file=seen, flush=True)
     try:
