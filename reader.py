@@ -131,10 +131,10 @@ class KeyReader:
             try:
                 yield
             finally:
-                print("\x1b[?2004l", end="", flush=True)
                 os.close(stopping)
                 reading.join()
                 os.close(stop)
+                print("\x1b[?2004l", end="", flush=True)
 
     def _read_ahead(self, stop: int) -> None:
         from prompt_toolkit.input.typeahead import store_typeahead

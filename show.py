@@ -390,17 +390,18 @@ def terminal_mode(off: tuple[str, ...], on: tuple[str, ...] = ()) -> Iterator[bo
     less, more = (sum(getattr(termios, name) for name in names) for names in (off, on))
     switched = [*before[:3], before[3] & ~less | more, *before[4:]]
 
-    def switch(*_) -> None:
-        if os.tcgetpgrp(terminal) == os.getpgrp():  # with bg, the terminal is the shell's
-            termios.tcsetattr(terminal, termios.TCSANOW, switched)
+    def switch(mode: list) -> None:
+        with suppress(OSError):  # a terminal that is gone
+            if os.tcgetpgrp(terminal) == os.getpgrp():  # after bg, it is the shell's
+                termios.tcsetattr(terminal, termios.TCSANOW, mode)
 
-    switch()
-    continued = signal.signal(signal.SIGCONT, switch)
+    switch(switched)
+    continued = signal.signal(signal.SIGCONT, lambda *_: switch(switched))
     try:
         yield True
     finally:
         signal.signal(signal.SIGCONT, continued)
-        termios.tcsetattr(terminal, termios.TCSANOW, before)
+        switch(before)
 
 
 def show(session, steps, output) -> None:
