@@ -706,7 +706,7 @@ def test_cache_is_drawn_in_a_window_of_one_column(talk, successor, monkeypatch):
     here = talk(successor, "--cache", "paged")
     here.say("hi")
     monkeypatch.setattr(explain, "columns_of", lambda stream: 1)
-    assert "\n■\n■\n" in here.say("/cache") + "\n" or "own" in here.say("/cache")
+    assert "\n■\n■\nand 30 free pages" in here.say("/cache")
 
 
 GOOD = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho", "stop": "length"}]
@@ -777,12 +777,10 @@ def test_file_waits_until_it_was_said_and_can_be_taken_away(talk, successor, tmp
     here = talk(successor)
     here.say("hi")
     here.say(f"/file {tmp_path}/notes")
-    here.conversation.session.on_pass, said = here.conversation.session.interrupt, here.conversation.messages
-    output = here.conversation.output
-    output.after_pass = lambda session: session.interrupt()
+    here.conversation.output.after_pass = lambda session: session.interrupt()
     here.say("what?")
-    assert here.conversation.messages is said  # Ctrl-C came before the answer began
-    del output.after_pass
+    assert len(here.conversation.messages) == 2  # Ctrl-C came before the answer began
+    del here.conversation.output.after_pass
     here.say("what?")
     assert here.conversation.messages[-2]["content"] == "of mine\n\nwhat?"
     here.say(f"/file {tmp_path}/long")
@@ -843,14 +841,11 @@ def test_branches_that_go_free_their_pages(talk, successor):
     here.say("/fork other")
     here.say("two")
     here.say("/save two")
-    assert "this is branch" not in here.say("/drop other") and "no other branch" in here.say("/drop nowhere")
+    assert here.say("/drop other") == here.say("/drop nowhere").replace("nowhere", "other")
     for _ in range(4):
         assert "2 turns" in here.say("/load two")
         assert "/undo, /drop and /clear" in here.say("x" * 200)
-    held = pool.free
-    here.say("/drop main")
-    assert list(here.conversation.branches) == ["other"] and pool.free >= held
-    here.say("/clear")
+    assert here.say("/drop main") == "chat: branch main is dropped\n"
     here.conversation.session.cache.truncate(0)
     assert pool.free == len(pool.references)
 
