@@ -9,12 +9,16 @@ is quick.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import secrets
 import signal
 import sys
+
+if __name__ == "__main__":  # from here on Ctrl-C ends quietly, also while the rest is imported
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+
+import argparse
+import json
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -36,6 +40,7 @@ from show import (
     interruptible,
     note,
     one_line,
+    reason,
     size,
     stats_for,
     unit_for,
@@ -512,7 +517,7 @@ def run(argv: list[str] | None) -> int:
     talks = text is None or args.interactive
     if talks and args.json:
         raise ChatError("--json needs -p TEXT or piped stdin, and no --interactive")
-    if talks and not sys.stdin.isatty():
+    if talks and not (sys.stdin and sys.stdin.isatty()):
         read_from_terminal()
     sampling, session = sampling_of(args), open_session(args)
     conversation = Conversation(session, sampling, output_for(args), args.system, args.raw, args.on_full)
@@ -521,6 +526,7 @@ def run(argv: list[str] | None) -> int:
         return 0
     if args.load:
         conversation.load(args.load)
+        conversation.system = args.system or conversation.system
     conversation.say(text)
     return 130 if session.last.stop == "interrupt" else 0
 
@@ -539,17 +545,20 @@ def read_from_terminal() -> None:
         terminal = os.open("/dev/tty", os.O_RDWR)
     except OSError:
         raise ChatError("--interactive needs a terminal to read from") from None
-    os.dup2(terminal, 0)
-    os.close(terminal)
-    sys.stdin = open(0)  # noqa: SIM115
+    if terminal:  # and not stdin itself, where that was closed
+        os.dup2(terminal, 0)
+        os.close(terminal)
+    sys.stdin = open(0, errors="replace")  # noqa: SIM115
 
 
 @contextmanager
 def orderly_endings() -> Iterator[None]:
     """SIGTERM and SIGHUP leave as an exception does, so that what is to be kept is kept: SystemExit, 128 and the
-    number."""
+    number. A closed window sends more than one, and those after the first must not break the keeping."""
 
     def leave(signum, frame):
+        for ending in before:
+            signal.signal(ending, signal.SIG_IGN)
         sys.exit(128 + signum)
 
     before = {signum: signal.signal(signum, leave) for signum in ENDINGS if signal.getsignal(signum) is signal.SIG_DFL}
@@ -566,6 +575,8 @@ def main(argv: list[str] | None = None) -> int:
     sys.stdout, sys.stderr = (s or open(os.devnull, "w") for s in (sys.stdout, sys.stderr))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # an answer that the terminal cannot encode is shown all the same
+    if sys.stdin:
+        sys.stdin.reconfigure(errors="replace")  # and one that it cannot decode is taken
     try:
         try:
             with orderly_endings():
@@ -580,18 +591,28 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:
         closed = isinstance(error, BrokenPipeError)
         if not closed:
-            note(str(error))
-        # What could not be written is still held back, and would be tried again when Python ends.
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        for stream in (sys.stdout, sys.stderr):
-            os.dup2(nowhere, stream.fileno())
+            note(reason(error))
+        abandon(sys.stdout)
         return 0 if closed else 2
     except Exception as error:
         if not isinstance(error, user_errors()):
             raise
         note(str(error))
         return 2
+    finally:
+        try:
+            sys.stderr.flush()
+        except OSError:  # nobody misses what a full stderr does not take
+            abandon(sys.stderr)
+
+
+def abandon(stream) -> None:
+    """What could not be written is still held back, and would be tried again when Python ends: it goes nowhere."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main())

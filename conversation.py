@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import os
 import re
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import monotonic
 
-from show import ChatError, interruptible, note, show
+from show import ChatError, interruptible, note, reason, show
 
 ON_FULL = ("stop", "drop")
 LAST = "last"  # the session that is kept without being asked for
@@ -53,11 +54,12 @@ OPTIONS = {
 @dataclass
 class Branch:
     """One course of a conversation: the ``messages`` after the system message, each of the person's followed by its
-    answer; why the last answer ended; and the session that has read them."""
+    answer, which says why it ended; the session that has read them; and how many tokens they are, once that is
+    known."""
 
     session: object
     messages: list[dict] = field(default_factory=list)
-    stop: str = ""
+    tokens: int | None = None
 
 
 class Conversation:
@@ -69,6 +71,7 @@ class Conversation:
         self.name, self.branches = "main", {"main": Branch(session)}
         self.reused, self.computed, self.prefill_s = 0, 0, 0.0  # prompt tokens of all answers so far
         self._saved, self._saved_at, self._saving = None, 0.0, 0.0  # as LAST: what, when, and the seconds it took
+        self._unwanted: dict | None = None  # what was said when LAST was deleted
 
     @property
     def here(self) -> Branch:
@@ -90,7 +93,8 @@ class Conversation:
         if self.raw:
             return tokenizer.encode("".join(message["content"] for message in messages) + begun)
         first = [{"role": "system", "content": self.system}] if self.system else []
-        return tokenizer.chat([*first, *messages], begun)
+        said = [{"role": message["role"], "content": message["content"]} for message in messages]
+        return tokenizer.chat([*first, *said], begun)
 
     def say(self, text: str) -> None:
         """Raises what ``answer`` does, as ``retry``, ``edit`` and ``go_on`` do."""
@@ -116,7 +120,7 @@ class Conversation:
 
     def go_on(self) -> None:
         """Go on with the last answer, which was cut. Raises ChatError too when it was not."""
-        if not self.messages or self.here.stop not in CUT:
+        if not self.messages or self.messages[-1]["stop"] not in CUT:
             raise ChatError("the last answer was not cut; there is nothing to continue")
         *messages, last = self.messages
         self.answer(messages, last["content"])
@@ -145,10 +149,8 @@ class Conversation:
             with interruptible(session):
                 try:
                     show(session, steps, self.output)
-                except OSError:  # the terminal is gone, and what came so far is not to go with it
+                finally:  # whatever broke it off, what came so far is not to go with it
                     self._keep(messages, begun)
-                    raise
-                self._keep(messages, begun)
         finally:
             tokenizer.strips_first_space = at_start
 
@@ -166,8 +168,8 @@ class Conversation:
         self.prefill_s += turn.prefill_s
         if turn.stop == "interrupt" and not turn.generated_tokens:
             return
-        said = [*messages, {"role": "assistant", "content": begun + turn.text}]
-        self.branches[self.name] = Branch(self.session, said, turn.stop)
+        answer = {"role": "assistant", "content": begun + turn.text, "stop": turn.stop}
+        self.branches[self.name] = Branch(self.session, [*messages, answer], len(self.session.tokens))
         if turn.stop == "context":
             note(f"the context of {capacity} tokens is full, which ends the answer; a larger --ctx-size holds more")
 
@@ -240,8 +242,15 @@ class Conversation:
 
     @property
     def left(self) -> int:
-        """Tokens that the context still has room for."""
-        return self.session.cache.longest - len(self.session.tokens)
+        """Tokens that the context still has room for, beside the conversation as it stands."""
+        from tokenizer import TokenizerError
+
+        if self.here.tokens is None:
+            try:
+                self.here.tokens = self.length()
+            except TokenizerError:  # of a template that refuses it, as the next message will be told
+                self.here.tokens = 0
+        return self.session.cache.longest - self.here.tokens
 
     @property
     def saved_s(self) -> float:
@@ -264,11 +273,18 @@ class Conversation:
             raise ChatError(f"no branch {name}; there are {', '.join(self.branches)}")
         self.name = name
 
+    def drop(self, name: str) -> None:
+        """Forget a branch, whose pages are free then. Raises ChatError for this one, and when there is no such."""
+        others = [other for other in self.branches if other != self.name]
+        if name not in others:
+            raise ChatError(f"no other branch {name}; there are {', '.join(others) or 'none'}")
+        self.branches.pop(name).session.cache.truncate(0)
+
     def take_session(self, session) -> None:
         """Go on with another model; all branches, with their text. Raises SessionError, nothing changed, when they
         cannot share the new cache."""
         self.branches = {
-            name: replace(branch, session=session if name == self.name else session.fork())
+            name: Branch(session if name == self.name else session.fork(), branch.messages)
             for name, branch in self.branches.items()
         }
 
@@ -277,7 +293,7 @@ class Conversation:
     def save(self, name: str) -> Path:
         """Keep the conversation and its cache under a name. Raises ChatError or SessionError."""
         path = session_file(name)
-        branches = {name: {"messages": each.messages, "stop": each.stop} for name, each in self.branches.items()}
+        branches = {name: {"messages": branch.messages} for name, branch in self.branches.items()}
         about = {"system": self.system, "raw": self.raw, "name": self.name, "branches": branches}
         with told():
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -287,40 +303,85 @@ class Conversation:
     def load(self, name: str) -> None:
         """Go on with a conversation that was kept, its cache restored. Raises ChatError; SessionError, and its kind
         SessionMismatch, whose ``about`` is for ``take``: nothing changed then."""
-        path = session_file(name)
-        if not path.exists():
-            raise ChatError(f"no session {name}{nearest(name, saved_sessions())}; /sessions lists them")
-        with told():
-            self.take(self.session.load(path))
+        path = kept_file(name)
+        for branch in self.branches.values():
+            if branch is not self.here:  # its pages are wanted; should it stay, they are computed again
+                branch.session.cache.truncate(0)
+        self.take(self.session.load(path))
+        if name == LAST:
+            self._saved = self._state()
 
     def take(self, about: str) -> None:
         """Go on with the text of a conversation that was kept, in all its branches where the cache can share their
         past. Raises ChatError when it is none of this terminal's."""
-        try:
-            kept = json.loads(about)
-            name, raw, branches = kept["name"], kept["raw"], kept["branches"]
-            here = Branch(self.session, **branches.pop(name))
-        except (ValueError, TypeError, KeyError):
-            raise ChatError("the session holds no conversation of this terminal") from None
-        if raw != self.raw:
-            raise ChatError(f"the session was kept {'with' if raw else 'without'} --raw; start like that")
         from generate import SessionError
 
-        self.system, self.name, self.branches = kept["system"], name, {name: here}
+        system, raw, name, branches = conversation_in(about)
+        if raw != self.raw:
+            raise ChatError(f"the session was kept {'with' if raw else 'without'} --raw; start like that")
+        self.branches = {name: Branch(self.session, branches.pop(name))}
+        self.system, self.name = system, name
         try:
-            self.branches |= {other: Branch(self.session.fork(), **said) for other, said in branches.items()}
+            self.branches |= {other: Branch(self.session.fork(), messages) for other, messages in branches.items()}
         except SessionError as error:
             note(f"its other branches are left out ({', '.join(branches)}): {error}")
 
+    def delete(self, name: str) -> None:
+        """Delete a session that was kept; LAST is kept again only once something more is said. Raises ChatError."""
+        with told(name):
+            kept_file(name).unlink()
+        if name == LAST:
+            self._unwanted = self._said()
+
     def keep_last(self, leaving: bool = False) -> None:
         """Keep it as the last one: after each turn, or, where writing takes longer than a blink, for no more than a
-        twentieth of the time. Raises as ``save``."""
-        said, start = (self.system, self.name, self.messages), monotonic()
+        twentieth of the time. Where all of it was taken back, it is kept no longer. Raises as ``save``."""
+        state, start = self._state(), monotonic()
         due = leaving or self._saving < 0.3 or start - self._saved_at > 20 * self._saving
-        if self.messages and said != self._saved and due:
+        if state == self._saved or self._said() == self._unwanted or not due:
+            return
+        if state is None:
+            with told():
+                session_file(LAST).unlink(missing_ok=True)
+        else:
             self.save(LAST)
-            self._saved, self._saved_at = said, monotonic()
-            self._saving = self._saved_at - start
+        self._saved, self._saved_at = state, monotonic()
+        self._saving = self._saved_at - start
+
+    def _said(self) -> dict[str, list[dict]]:
+        return {name: branch.messages for name, branch in self.branches.items() if branch.messages}
+
+    def _state(self) -> tuple | None:
+        """What there is to keep; None when nothing was said."""
+        said = self._said()
+        return (self.system, self.name, said) if said else None
+
+
+def conversation_in(about: str) -> tuple[str | None, bool, str, dict[str, list[dict]]]:
+    """The system message, whether it is raw, the name of the branch and all branches, of a conversation that was kept.
+    Raises ChatError for what ``Conversation.save`` cannot have written."""
+    try:
+        kept = json.loads(about)
+        system, raw, name = kept["system"], kept["raw"], kept["name"]
+        branches = {each: turns_in(said["messages"]) for each, said in kept["branches"].items()}
+        if name in branches and isinstance(system, str | None):
+            return system, bool(raw), name, branches
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        pass
+    raise ChatError("the session holds no conversation of this terminal")
+
+
+def turns_in(messages: list) -> list[dict]:
+    """The messages of a branch that was kept. Raises ValueError, TypeError, KeyError or AttributeError when they are
+    no turns."""
+    turns = []
+    for question, answer in zip(messages[::2], messages[1::2], strict=True):
+        texts = question["content"], answer["content"], answer.get("stop", "")
+        if (question["role"], answer["role"]) != ("user", "assistant") or {*map(type, texts)} != {str}:
+            raise ValueError("no turn")
+        said, answered, stop = texts
+        turns += [{"role": "user", "content": said}, {"role": "assistant", "content": answered, "stop": stop}]
+    return turns
 
 
 # ---- where it is kept
@@ -342,10 +403,19 @@ def session_file(name: str) -> Path:
     return state_folder() / "sessions" / f"{name}.safetensors"
 
 
+def kept_file(name: str) -> Path:
+    """The file of a session that was kept. Raises ChatError when there is none."""
+    path = session_file(name)
+    with told(), suppress(FileNotFoundError):
+        if stat.S_ISREG(path.stat().st_mode):  # to open a pipe would wait for who writes into it
+            return path
+    raise ChatError(f"no session {name}{nearest(name, saved_sessions())}; /sessions lists them")
+
+
 def saved_sessions() -> list[str]:
     with suppress(OSError, ChatError):
         folder = state_folder() / "sessions"
-        return sorted(path.stem for path in folder.glob("[!.]*.safetensors"))
+        return sorted(path.stem for path in folder.glob("[!.]*.safetensors") if path.is_file())
     return []
 
 
@@ -358,10 +428,10 @@ def nearest(name: str, names) -> str:
 
 
 @contextmanager
-def told() -> Iterator[None]:
-    """Turns what a file system refuses into ChatError, which names the file."""
+def told(about: str = "") -> Iterator[None]:
+    """Turns what a file system refuses, and what cannot be a path, into ChatError, which names the file or
+    ``about``."""
     try:
         yield
-    except OSError as error:
-        named = f"{error.filename}: " if error.filename else ""
-        raise ChatError(f"{named}{error.strerror or error}") from None
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ChatError(reason(error, about)) from None

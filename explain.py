@@ -17,7 +17,7 @@ def cache_report(session, turns: list[tuple[int, int]], whole: int, reused: int,
     cache, config = session.cache, session.model.config
     used, reserved, per_token = cache.bytes_used, cache.bytes_reserved, cache.bytes_per_token
     full, empty = "█░" if can_show("█░") else "#."
-    width = min(64, columns_of(sys.stdout) - 1)
+    width = max(1, min(64, columns_of(sys.stdout) - 1))
     forgotten = f", and {cache.forgotten} forgotten in the middle" if cache.forgotten else ""
     yield f"cache {cache.kind}: {cache.held} of {cache.capacity} tokens{forgotten}"
     if not per_token:

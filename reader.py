@@ -9,11 +9,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
+from select import select
+from threading import Thread
 
 from conversation import state_folder, told
-from show import CONTROL, ENDINGS, ChatError, escapes_work, note
+from show import CONTROL, ENDINGS, ChatError, note, reason, terminal_mode
 
 QUOTES = '"""'
 KEYS = {
@@ -33,31 +35,44 @@ def unquoted(text: str) -> str:
     return text[1:] if text.startswith("//") else text
 
 
+def quoted(text: str) -> str:
+    """What to type so that it says ``text``, whatever that begins with."""
+    if text.startswith(QUOTES):
+        return f"{QUOTES}\n{text}\n{QUOTES}"
+    return f"/{text}" if text.startswith("/") else text
+
+
 def unfinished(text: str) -> bool:
     """Whether quotes are open."""
     text = text.rstrip()
     return text.startswith(QUOTES) and not (len(text) >= 2 * len(QUOTES) and text.endswith(QUOTES))
 
 
+def ask(prompt: str) -> str:
+    """A line that is typed behind ``prompt``, which stands where the person sees it. Raises EOFError and
+    KeyboardInterrupt."""
+    seen = sys.stdout if sys.stdout.isatty() else sys.stderr
+    print(prompt, end="", file=seen, flush=True)
+    try:
+        return input()
+    except KeyboardInterrupt:
+        print(file=seen)
+        raise
+
+
 class LineReader:
     """Reads lines where the terminal can do no more."""
 
-    def __init__(self):
-        sys.stdin.reconfigure(errors="replace")
+    answering = nullcontext
 
-    def read(self, text: str = "") -> tuple[str, bool]:
-        """A message or a command, in place of ``text``, and whether it was pasted, which nothing tells here. Raises
-        EOFError and KeyboardInterrupt."""
+    def read(self, text: str = "") -> str:
+        """What is typed, a message or a command, in place of ``text``. Raises EOFError and KeyboardInterrupt."""
         if text:
             print(text.translate(CONTROL))
-        try:
-            lines = [input("> ")]
-            while unfinished("\n".join(lines)):
-                lines.append(input("... "))
-        except KeyboardInterrupt:
-            print()
-            raise
-        return "\n".join(lines), False
+        lines = [ask("> ")]
+        while unfinished("\n".join(lines)):
+            lines.append(ask("... "))
+        return "\n".join(lines)
 
     def dropped(self) -> str:
         """What stood in the line when Ctrl-C dropped it."""
@@ -80,7 +95,6 @@ class KeyReader:
         from prompt_toolkit.cursor_shapes import ModalCursorShapeConfig
         from prompt_toolkit.filters import Condition
 
-        self.pasted = ""  # what was pasted into an empty line
         self._session = PromptSession(
             "> ",
             history=message_history(),
@@ -92,13 +106,42 @@ class KeyReader:
             cursor=ModalCursorShapeConfig() if vi_mode else None,
         )
 
-    def read(self, text: str = "") -> tuple[str, bool]:
-        """A message or a command, beginning with ``text``, and whether it was pasted. Raises EOFError and
+    def read(self, text: str = "") -> str:
+        """What is typed, a message or a command; the line begins as what says ``text``. Raises EOFError and
         KeyboardInterrupt."""
-        self.pasted = ""
         with self._orderly_endings():
-            typed = self._session.prompt(default=text)
-        return typed, bool(self.pasted) and typed.startswith(self.pasted)
+            return self._session.prompt(default=quoted(text))
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """Meanwhile, what is typed and pasted waits for the prompt, pastes marked as such.
+
+        It is read as it comes: a terminal that nobody reads from hears no Ctrl-C behind a long paste, and one that
+        waits for whole lines drops what is beyond 4 kB of one. Nor may Ctrl-C drop what was not read yet, the mark at
+        a paste's end with it.
+        """
+        with terminal_mode(off=("ECHO", "ICANON"), on=("NOFLSH",)) as there:
+            if not there:
+                yield
+                return
+            stop, stopping = os.pipe()
+            reading = Thread(target=self._read_ahead, args=(stop,), daemon=True)
+            reading.start()
+            print("\x1b[?2004h", end="", flush=True)
+            try:
+                yield
+            finally:
+                os.close(stopping)
+                reading.join()
+                os.close(stop)
+                print("\x1b[?2004l", end="", flush=True)
+
+    def _read_ahead(self, stop: int) -> None:
+        from prompt_toolkit.input.typeahead import store_typeahead
+
+        keys = self._session.input
+        while not keys.closed and select([keys, stop], [], [])[0] == [keys]:
+            store_typeahead(keys, keys.read_keys())
 
     def dropped(self) -> str:
         """What stands in the line, or stood there when Ctrl-C dropped it."""
@@ -107,14 +150,18 @@ class KeyReader:
     @contextmanager
     def _orderly_endings(self) -> Iterator[None]:
         """A signal that ends the program ends the prompt first, which puts the terminal right: an exception from inside
-        its event loop would end as a traceback."""
-        app = self._session.app
+        its event loop would end as a traceback. Then the first one does what else it does."""
+        app, heard = self._session.app, []
+
+        def end() -> None:
+            if app.future and not app.future.done():
+                app.exit(exception=EOFError)
 
         def leave(signum, frame):
-            error = SystemExit(128 + signum)
+            heard.append(signum)
             if app.loop is None:
-                raise error
-            app.loop.call_soon_threadsafe(lambda: app.exit(exception=error))
+                raise EOFError
+            app.loop.call_soon_threadsafe(end)
 
         before = {signum: signal.signal(signum, leave) for signum in ENDINGS if callable(signal.getsignal(signum))}
         try:
@@ -122,8 +169,11 @@ class KeyReader:
         finally:
             for signum, handler in before.items():
                 signal.signal(signum, handler)
+            for signum in heard[:1]:
+                signal.raise_signal(signum)
 
     def _bindings(self):
+        from prompt_toolkit.document import Document
         from prompt_toolkit.filters import Condition
         from prompt_toolkit.key_binding import KeyBindings
         from prompt_toolkit.keys import Keys
@@ -131,16 +181,20 @@ class KeyReader:
         bindings = KeyBindings()
 
         @bindings.add("escape", "enter")
-        @bindings.add("enter", filter=Condition(lambda: not self.pasted and unfinished(self.dropped())))
+        @bindings.add("enter", filter=Condition(lambda: unfinished(self.dropped())))
         def _(event):
             event.current_buffer.insert_text("\n")
 
         @bindings.add(Keys.BracketedPaste)
         def _(event):
+            # What begins a line is quoted, so that it is a message, also when the line comes back from the history.
             buffer, text = event.current_buffer, event.data.replace("\r\n", "\n").replace("\r", "\n")
-            if not buffer.document.text_before_cursor:
-                self.pasted = text
-            buffer.insert_text(text)
+            behind = buffer.document.text_after_cursor
+            if buffer.document.text_before_cursor:
+                buffer.insert_text(text)
+            else:
+                line = quoted(text + behind)
+                buffer.document = Document(line, line.rindex(text + behind) + len(text))
 
         return bindings
 
@@ -157,7 +211,7 @@ def message_history():
     try:
         return History(private_file(state_folder() / "history"))
     except (OSError, ChatError) as error:
-        note(f"messages are not kept from one run to the next: {error}")
+        note(f"messages are not kept from one run to the next: {reason(error)}")
         return InMemoryHistory()
 
 
@@ -190,24 +244,12 @@ def completer(commands: dict[str, tuple[str, Callable[[], Iterable[str]] | None]
 def from_editor(text: str) -> str:
     """What a person makes of ``text`` in their editor. Raises ChatError when that cannot be run or fails."""
     editor = os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi"
-    with told(), tempfile.TemporaryDirectory() as folder:
+    with told(editor), tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "message.md"
         path.write_text(text, "utf-8", "replace")
         if subprocess.call([*shlex.split(editor), str(path)]):
             raise ChatError(f"{editor} failed, and nothing was said")
         return path.read_text("utf-8", "replace").rstrip("\n")
-
-
-@contextmanager
-def bracketed_paste() -> Iterator[None]:
-    """What is pasted during an answer stays marked as a paste, as the prompt has it, and is not read as typed
-    lines."""
-    on, off = ("\x1b[?2004h", "\x1b[?2004l") if escapes_work(sys.stdout) else ("", "")
-    print(on, end="", flush=True)
-    try:
-        yield
-    finally:
-        print(off, end="", flush=True)
 
 
 def private_file(path: Path) -> Path:

@@ -16,10 +16,8 @@ from pathlib import Path
 
 from conversation import LAST, ON_FULL, OPTIONS, Conversation, nearest, saved_sessions, session_file, told
 from explain import cache_report, tokens_report
-from reader import KEYS, KeyReader, LineReader, bracketed_paste, from_editor, unquoted
+from reader import KEYS, KeyReader, LineReader, ask, from_editor, unquoted
 from show import CONTROL, MODES, ChatError, escapes_work, filled, note, of, short, stats_for, user_errors
-
-CHOICES = "/undo and /clear make room, /set on-full drop forgets the oldest turns"
 
 
 @dataclass(frozen=True)
@@ -38,6 +36,7 @@ class Repl:
     def __init__(self, conversation: Conversation, open_model: Callable[[str], object], vi_mode: bool = False):
         self.conversation, self.open_model = conversation, open_model
         self.over = self.warned = False
+        self.trouble = ""  # why the conversation could not be kept
         self.attached: list[str] = []  # texts of files for the next message
         self.reader = (
             KeyReader(self._completions(), self.toolbar, vi_mode) if escapes_work(sys.stdout) else LineReader()
@@ -51,12 +50,14 @@ class Repl:
         that ends, the conversation is kept as the last one. Raises one of ``user_errors`` when ``load`` cannot be."""
         self._greet()
         if load:
+            system = self.conversation.system
             self.load(load)
+            self.conversation.system = system or self.conversation.system
         try:
             if text is not None:
                 self._try(lambda: self._say(text))
             while not self.over:
-                self._try(lambda: self._take(*self.reader.read()))
+                self._try(lambda: self._take(self.reader.read()))
         finally:
             self._keep_last(leaving=True)
 
@@ -79,31 +80,40 @@ class Repl:
             f"context {cache.capacity} tokens, {cache.bytes_per_token:,} bytes of cache each; /help lists the commands"
         )
 
-    def _take(self, text: str, pasted: bool) -> None:
-        # A command is a whole line that was typed; a paste is a message, whatever its lines say.
-        if not pasted and text.startswith("/") and not text.startswith("//") and "\n" not in text:
+    def _take(self, text: str) -> None:
+        if text.startswith("/") and not text.startswith("//") and "\n" not in text:
             name, _, argument = text[1:].strip().partition(" ")
             if name not in COMMANDS:
                 raise ChatError(f"no command /{name}{nearest(name, COMMANDS)}; /help lists them")
             COMMANDS[name].run(self, argument.strip())
         else:
-            self._say(text if pasted else unquoted(text))
+            self._say(unquoted(text))
 
     def _say(self, text: str) -> None:
+        said = self.conversation.messages
         if text.strip():
-            self._answer(self.conversation.say, "\n\n".join([*self.attached, text]))
-            self.attached = []
+            try:
+                self._answer(self.conversation.say, "\n\n".join([*self.attached, text]))
+            finally:
+                if self.conversation.messages is not said:
+                    self.attached = []
 
     def _answer(self, how: Callable, *arguments) -> None:
         from cache import CacheFull
 
-        try:
-            with bracketed_paste():
+        with self.reader.answering():
+            try:
                 how(*arguments)
-        except CacheFull as error:
-            raise ChatError(f"{error}; {CHOICES}" if self.conversation.on_full == "stop" else str(error)) from None
-        self._warn()
-        self._keep_last()
+            except CacheFull as error:
+                stops = self.conversation.on_full == "stop"
+                raise ChatError(f"{error}; {self._choices()}" if stops else str(error)) from None
+            self._warn()
+            self._keep_last()
+
+    def _choices(self) -> str:
+        """What makes room in a full context."""
+        drop = ", /drop" * (len(self.conversation.branches) > 1)
+        return f"/undo{drop} and /clear make room, /set on-full drop forgets the oldest turns"
 
     def _warn(self) -> None:
         """Say it once, when the context is nearly full."""
@@ -111,14 +121,16 @@ class Repl:
         left, capacity = conversation.left, conversation.session.cache.capacity
         self.warned = left <= capacity // 10
         if self.warned and not warned:
-            then = "the oldest turns will be dropped" if conversation.on_full == "drop" else CHOICES
+            then = "the oldest turns will be dropped" if conversation.on_full == "drop" else self._choices()
             note(f"the context is {'nearly ' if left else ''}full, {left} of {capacity} tokens are left; {then}")
 
     def _keep_last(self, leaving: bool = False) -> None:
         try:
             self.conversation.keep_last(leaving)
         except user_errors() as error:
-            note(f"this chat cannot be kept for --load {LAST}: {error}")
+            if str(error) != self.trouble:  # and not after each turn
+                note(f"this chat cannot be kept for --load {LAST}: {error}")
+            self.trouble = str(error)
 
     def toolbar(self) -> str:
         """What the line at the bottom says, the most wanted first."""
@@ -144,19 +156,22 @@ class Repl:
         self._say(from_editor(argument))
 
     def edit_last(self, argument: str) -> None:
-        text, pasted = (argument, False) if argument else self.reader.read(self.conversation.last_message())
+        try:
+            text = unquoted(argument or self.reader.read(self.conversation.last_message()))
+        except EOFError:  # of a line that was emptied: it leaves the editing, and not the chat
+            return
         if text.strip():
-            self._answer(self.conversation.edit, text if pasted else unquoted(text))
+            self._answer(self.conversation.edit, text)
 
     def file(self, argument: str) -> None:
-        path = Path(argument).expanduser()
-        if not path.is_file():
-            raise ChatError(f"{path}: no such file" if argument else "/file takes a path")
-        with told():
+        with told(argument):
+            path = Path(argument).expanduser()
+            if not path.is_file():
+                raise ChatError(f"{path}: no such file" if argument else "/file takes a path")
             text = path.read_bytes().decode("utf-8", "replace").rstrip("\n")
         self.attached.append(text)
         count = len(self.conversation.session.tokenizer.encode(text))
-        note(f"{path.name}, {count} tokens, goes before your next message; /clear takes it away")
+        note(f"{path.name}, {count} tokens, goes before your next message; /undo takes it away")
 
     # ---- commands: the conversation
 
@@ -173,6 +188,7 @@ class Repl:
             raise ChatError("a system message needs the chat template that --raw leaves out")
         else:
             conversation.system = None if argument == "none" else argument
+            conversation.here.tokens = None
             note("the system message is changed; the next turn computes the whole conversation again")
 
     def retry(self, argument: str) -> None:
@@ -183,6 +199,10 @@ class Repl:
         self._answer(self.conversation.retry)
 
     def undo(self, argument: str) -> None:
+        if self.attached and not argument:
+            self.attached.pop()
+            note("the file is taken away, and the conversation is as it was")
+            return
         self.conversation.undo(whole(argument or "1"))
         note(f"{turns(self.conversation.messages)} left")
 
@@ -201,9 +221,9 @@ class Repl:
         if name and name not in COMMANDS:
             raise ChatError(f"no command /{name}{nearest(name, COMMANDS)}")
         for each in [name] if name else COMMANDS:
-            print(f"/{each + ' ' + COMMANDS[each].arguments:<30} {COMMANDS[each].help}")
+            say(f"/{each + ' ' + COMMANDS[each].arguments:<30} {COMMANDS[each].help}")
         for key, does in KEYS.items() if not name else ():
-            print(f"{key:<31} {does}")
+            say(f"{key:<31} {does}")
 
     def set(self, argument: str) -> None:
         name, _, value = argument.partition(" ")
@@ -218,8 +238,8 @@ class Repl:
     def show(self, argument: str) -> None:
         for name, option in OPTIONS.items():
             value = getattr(self.conversation.sampling, option.field)
-            print(f"{name:<15} {'-' if value in (None, ()) else value!s:<10} {option.help}")
-        print(f"{'on-full':<15} {self.conversation.on_full:<10} when the context is full: stop, or drop the oldest")
+            say(f"{name:<15} {'-' if value in (None, ()) else value!s:<10} {option.help}")
+        say(f"{'on-full':<15} {self.conversation.on_full:<10} when the context is full: stop, or drop the oldest")
 
     def set_stats(self, argument: str) -> None:
         if argument not in MODES:
@@ -235,8 +255,8 @@ class Repl:
     def cache(self, argument: str) -> None:
         conversation = self.conversation
         by_turn, whole = conversation.by_turn(), conversation.length()
-        report = cache_report(conversation.session, by_turn, whole, conversation.reused, conversation.saved_s)
-        print("\n".join(filled(line, sys.stdout) for line in report))
+        for line in cache_report(conversation.session, by_turn, whole, conversation.reused, conversation.saved_s):
+            say(line)
 
     # ---- commands: files
 
@@ -247,9 +267,10 @@ class Repl:
         parts = [f"*System: {system}*"] if system else []
         for message in self.conversation.messages:
             parts.append(f"## {'You' if message['role'] == 'user' else 'Model'}\n\n{message['content']}")
-        path = Path(argument).expanduser()
-        with told(), open(path, "x", encoding="utf-8", errors="replace") as file:
-            file.write("\n\n".join(parts) + "\n")
+        with told(argument):
+            path = Path(argument).expanduser()
+            with open(path, "x", encoding="utf-8", errors="replace") as file:
+                file.write("\n\n".join(parts) + "\n")
         note(f"written to {path}")
 
     def save(self, argument: str) -> None:
@@ -261,27 +282,27 @@ class Repl:
     def load(self, argument: str) -> None:
         from generate import SessionMismatch
 
+        held = "computed again with the next message"
         try:
             self.conversation.load(argument)
+            held = f"{self.conversation.session.cache.length} tokens in the cache"
         except SessionMismatch as error:
             if not agreed(f"chat: {argument} is of another model or cache ({error.part}); compute it from its text?"):
                 return
             self.conversation.take(error.about)
-        said, session = turns(self.conversation.messages), self.conversation.session
-        note(f"{argument}: {said}, {session.cache.length} tokens in the cache; /history shows them")
+        note(f"{argument}: {turns(self.conversation.messages)}, {held}; /history shows them")
 
     def sessions(self, argument: str) -> None:
-        for name in saved_sessions():
-            with suppress(OSError):
+        names = saved_sessions()
+        for name in names:
+            with suppress(OSError, ChatError):
                 facts = session_file(name).stat()
-                print(f"{datetime.fromtimestamp(facts.st_mtime):%Y-%m-%d %H:%M} {short(facts.st_size):>10}  {name}")
+                say(f"{datetime.fromtimestamp(facts.st_mtime):%Y-%m-%d %H:%M} {short(facts.st_size):>10}  {name}")
+        if not names:
+            note("no session is kept yet")
 
     def delete(self, argument: str) -> None:
-        path = session_file(argument)
-        if not path.exists():
-            raise ChatError(f"no session {argument}{nearest(argument, saved_sessions())}; /sessions lists them")
-        with told():
-            path.unlink()
+        self.conversation.delete(argument)
         note(f"{argument} is deleted")
 
     def model(self, argument: str) -> None:
@@ -306,7 +327,11 @@ class Repl:
     def list_branches(self, argument: str) -> None:
         for name, branch in self.conversation.branches.items():
             mark, tokens = "*" if name == self.conversation.name else " ", branch.session.cache.length
-            print(f"{mark} {name:<20} {turns(branch.messages)}, {tokens} tokens")
+            say(f"{mark} {name:<20} {turns(branch.messages)}, {tokens} tokens")
+
+    def drop(self, argument: str) -> None:
+        self.conversation.drop(argument)
+        note(f"branch {argument} is dropped")
 
     def quit(self, argument: str) -> None:
         self.over = True
@@ -346,6 +371,7 @@ COMMANDS = {
     "fork": Command("[name]", "go on in a branch that shares its past (--cache paged)", Repl.fork),
     "switch": Command("NAME", "go to another branch", Repl.switch, lambda repl: repl.conversation.branches),
     "branches": Command("", "the branches of this conversation", Repl.list_branches),
+    "drop": Command("NAME", "forget another branch", Repl.drop, lambda repl: repl.conversation.branches),
     "model": Command("PATH", "go on with another model", Repl.model, None),
     "quit": Command("", "leave, as Ctrl-D does", Repl.quit),
 }
@@ -354,6 +380,11 @@ COMMANDS = {
 def turns(messages: list[dict]) -> str:
     count = len(messages) // 2
     return f"{count} turn{'s' * (count != 1)}"
+
+
+def say(line: str) -> None:
+    """A line to the person, with whatever it quotes."""
+    print(filled(line.translate(CONTROL), sys.stdout))
 
 
 def whole(text: str) -> int:
@@ -366,6 +397,6 @@ def whole(text: str) -> int:
 
 def agreed(question: str) -> bool:
     try:
-        return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
+        return ask(f"{question} [y/N] ").strip().lower() in ("y", "yes")
     except EOFError:
         return False

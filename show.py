@@ -51,6 +51,12 @@ def one_line(text: str) -> str:
     return text.replace("\n", " ").translate(CONTROL)
 
 
+def reason(error: Exception, about: str = "") -> str:
+    """Why something was refused, of what: the file that the error names, or else ``about``."""
+    named = getattr(error, "filename", None) or about
+    return f"{named}: " * bool(named) + str(getattr(error, "strerror", None) or error)
+
+
 def escapes_work(stream) -> bool:
     return stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb"
 
@@ -107,7 +113,8 @@ class Stats:
         return False
 
     def say(self, line: str) -> None:
-        print(f"{self.dim}{filled(line, sys.stderr).translate(CONTROL)}{self.plain}", file=sys.stderr, flush=True)
+        with suppress(OSError):  # as ``note``
+            print(f"{self.dim}{filled(line, sys.stderr).translate(CONTROL)}{self.plain}", file=sys.stderr, flush=True)
 
     def after_pass(self, session) -> None:
         """Called after each pass over a part of the prompt."""
@@ -346,47 +353,57 @@ def pick(thing, *names: str) -> dict:
 
 @contextmanager
 def interruptible(session) -> Iterator[None]:
-    """Ctrl-C ends the answer with the pass under way; a second one does not wait for that: KeyboardInterrupt.
+    """Ctrl-C ends the answer with the pass under way; a second one does not wait for that: KeyboardInterrupt. Those
+    after it are too late to hurry anything, and would only break the keeping of what was said.
 
     SIGTERM and SIGHUP end it too, and do what else they do once the answer is kept.
     """
-    ending = []
+    heard = []
 
     def on_signal(signum, frame):
-        ending.extend([signum] * (signum != signal.SIGINT))
-        if session.interrupted:
+        heard.append(signum)
+        if len(heard) == 2:
             raise KeyboardInterrupt
         session.interrupt()
 
-    heard = [signum for signum in ENDINGS if signal.getsignal(signum) is not signal.SIG_IGN]  # nohup ignores one
-    before = {signum: signal.signal(signum, on_signal) for signum in (signal.SIGINT, *heard)}
+    endings = [signum for signum in ENDINGS if signal.getsignal(signum) is not signal.SIG_IGN]  # nohup ignores one
+    before = {signum: signal.signal(signum, on_signal) for signum in (signal.SIGINT, *endings)}
     try:
-        with no_echo():
+        with terminal_mode(off=("ECHO",)):  # keys typed meanwhile do not show inside the text
             yield
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)
-        for signum in ending[:1]:
+        for signum in [signum for signum in heard if signum != signal.SIGINT][:1]:
             signal.raise_signal(signum)
 
 
 @contextmanager
-def no_echo() -> Iterator[None]:
-    """Keys typed during an answer wait for the prompt and do not show inside the text."""
+def terminal_mode(off: tuple[str, ...], on: tuple[str, ...] = ()) -> Iterator[bool]:
+    """stdin's terminal with local modes of termios switched, also after Ctrl-Z and fg; whether there is one."""
     try:
         import termios
 
         terminal = sys.stdin.fileno()
         before = termios.tcgetattr(terminal)
     except (ImportError, AttributeError, OSError, ValueError, termios.error):  # no terminal, or Windows
-        yield
+        yield False
         return
-    silent = [*before[:3], before[3] & ~termios.ECHO, *before[4:]]
-    termios.tcsetattr(terminal, termios.TCSANOW, silent)
+    less, more = (sum(getattr(termios, name) for name in names) for names in (off, on))
+    switched = [*before[:3], before[3] & ~less | more, *before[4:]]
+
+    def switch(mode: list) -> None:
+        with suppress(OSError):  # a terminal that is gone
+            if os.tcgetpgrp(terminal) == os.getpgrp():  # after bg, it is the shell's
+                termios.tcsetattr(terminal, termios.TCSANOW, mode)
+
+    switch(switched)
+    continued = signal.signal(signal.SIGCONT, lambda *_: switch(switched))
     try:
-        yield
+        yield True
     finally:
-        termios.tcsetattr(terminal, termios.TCSANOW, before)
+        signal.signal(signal.SIGCONT, continued)
+        switch(before)
 
 
 def show(session, steps, output) -> None:

@@ -488,7 +488,11 @@ def test_full_disk_is_one_line(successor):
         process = start("--model", successor, "-p", "hi", stdout=full)
         _, err = process.communicate()
     assert process.returncode == 2
-    assert is_one_line(err.decode(), "No space left")
+    assert err == b"chat: No space left on device\n"
+    with open("/dev/full", "wb") as full:
+        process = start("--model", successor, "-p", "hi", "--stats", "summary", stderr=full)
+        out, _ = process.communicate()
+    assert (process.returncode, out) == (0, f"{ANSWER}\n".encode())
 
 
 def test_ctrl_c_keeps_what_was_said_and_exits_130(endless):
@@ -504,6 +508,13 @@ def test_ctrl_c_keeps_what_was_said_and_exits_130(endless):
     assert int(SUMMARY.fullmatch(summary)[3]) == 4 + len(out) - 1
 
 
+def test_ctrl_c_while_modules_are_imported_is_quiet(tmp_path):
+    (tmp_path / "secrets.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    process = start("-p", "hi", env=environment(PYTHONPATH=str(tmp_path)))
+    assert process.communicate() == (b"", b"")
+    assert process.returncode == 130
+
+
 def test_second_ctrl_c_does_not_wait_for_the_first():
     session = SimpleNamespace(interrupted=False)
     session.interrupt = lambda: setattr(session, "interrupted", True)
@@ -512,6 +523,7 @@ def test_second_ctrl_c_does_not_wait_for_the_first():
         assert session.interrupted
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)  # and a third one breaks nothing
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
@@ -683,10 +695,12 @@ def test_the_list_shows_what_loads_and_why_the_rest_does_not(run, successor, tmp
         ("-p hi </dev/null >&-", 0, r"\[prompt .*"),
         ("-p hi </dev/null 2>&-", 0, ""),
         ("<&-", 2, "chat: there is no stdin.*"),
+        ("-p hi --interactive <&-", 2, "chat: --interactive needs a terminal.*"),
         ("--raw --system S -p hi </dev/null", 2, "chat: --system needs .*"),
     ],
 )
 def test_closed_streams_end_without_a_traceback(successor, redirection, code, err):
     command = f"{sys.executable} {CHAT} --model {successor} --stats summary {redirection}"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=environment(), timeout=60)
+    options = {"capture_output": True, "text": True, "env": environment(), "timeout": 60, "start_new_session": True}
+    done = subprocess.run(["bash", "-c", command], **options)
     assert (done.returncode, bool(re.fullmatch(err, done.stderr.rstrip("\n")))) == (code, True)

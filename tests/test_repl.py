@@ -8,6 +8,7 @@ import signal
 import stat
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -15,8 +16,12 @@ import pytest
 from conftest import says, successor_folder
 from terminal import ANSWER, CHAT, STEPS, SUMMARY, Terminal, environment
 
+import chat
+import explain
 import reader
 import repl
+from conversation import Conversation
+from show import ChatError
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +42,42 @@ def terminal(_terminal):
     """A conversation without a message yet; the program is the same for all the tests, which is quicker."""
     _terminal.say("/clear")
     return _terminal
+
+
+class Talk:
+    """A conversation in this process, which is quicker where nothing depends on keys."""
+
+    def __init__(self, capsys, folder: Path, *options):
+        args = chat.arguments(["--model", str(folder), "--stats", "off", *map(str, options)])
+        output = chat.output_for(args)
+        self.conversation = Conversation(chat.open_session(args), chat.sampling_of(args), output, args.system)
+        self.repl, self.capsys = repl.Repl(self.conversation, None), capsys
+
+    def say(self, line: str) -> str:
+        """What is printed when a line is typed."""
+        self.capsys.readouterr()
+        self.repl._try(lambda: self.repl._take(line))
+        return "".join(self.capsys.readouterr())
+
+    def break_off(self, *errors: BaseException) -> None:
+        """Each error ends an answer in its third step."""
+        errors, count, step = list(errors), 0, self.conversation.output.step
+
+        def third(session, each):
+            nonlocal count
+            count += 1
+            step(session, each)
+            if count == 3 and errors:
+                count = 0
+                raise errors.pop(0)
+
+        self.conversation.output.step = third
+
+
+@pytest.fixture
+def talk(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    return lambda *arguments: Talk(capsys, *arguments)
 
 
 PASTE = "\x1b[200~{}\x1b[201~"
@@ -121,17 +162,66 @@ def test_paste_of_several_lines_is_one_message(terminal):
     assert counts[1] == typed + len(["<|im_end|>", "\n", "<|im_start|>", *"assistant\n"])
 
 
-def test_paste_during_an_answer_waits_as_one_message(endless, tmp_path):
-    terminal = Terminal(tmp_path, "--model", endless, "-n", "900")
+def test_paste_during_an_answer_waits_whole_as_one_message_and_ctrl_c_is_heard(endless, tmp_path):
+    terminal = Terminal(tmp_path, "--model", endless, "-c", "60000")
+    said = ["hi", "Z" * 6000, "/clear\n" + "a line of more than the kernel's 4 kB\n" * 300 + "end"]
     terminal.received = b""
+    for text, following in zip(said, [*said[1:], "/quit"], strict=True):
+        terminal.screen.reset()
+        terminal.type("\r" if text != "hi" else "hi\r")
+        terminal.see("ababab")
+        assert b"\x1b[?2004h" in terminal.received.partition(b"abab")[0]  # the terminal is asked to mark pastes
+        terminal.type((PASTE.format(following.replace("\n", "\r")) if following in said else "") + "\x03")
+        terminal.see("| interrupt |")
+        terminal.see(following[-3:] if following in said else "\n>")
+    terminal.say(f"/export {tmp_path}/chat.md")
+    assert re.findall(r"## You\n\n(.*?)\n\n## Model", (tmp_path / "chat.md").read_text(), re.S) == said
+
+
+def test_keys_do_not_show_in_an_answer_that_was_stopped_and_continued(endless, tmp_path):
+    terminal = Terminal(tmp_path, "--model", endless, "-c", "60000")
     terminal.type("hi\r")
     terminal.see("ababab")
-    assert b"\x1b[?2004h" in terminal.received.partition(b"abab")[0]  # the terminal is asked to mark pastes
-    terminal.screen.reset()
-    terminal.type(PASTE.format("/clear\rand more"))
-    terminal.see("> /clear")
-    terminal.see("and more")
-    assert "the conversation is empty" not in "\n".join(terminal.screen.shown)
+    mode = termios.tcgetattr(terminal.child.child_fd)
+    mode[3] |= termios.ECHO | termios.ICANON  # as a shell does
+    termios.tcsetattr(terminal.child.child_fd, termios.TCSANOW, mode)
+    terminal.child.kill(signal.SIGCONT)
+    terminal.until(lambda: not termios.tcgetattr(terminal.child.child_fd)[3] & (termios.ECHO | termios.ICANON))
+
+
+def test_paste_is_a_message_when_it_is_recalled_and_changed_and_no_longer_once_it_is_deleted(terminal):
+    terminal.say(PASTE.format("/undo"))
+    assert ANSWER in terminal.say("\x1b[A")  # up
+    for text in ("//x is a comment", '"""a docstring"""'):
+        terminal.say(PASTE.format(text))
+        terminal.type("/edit-last\r")
+        terminal.see(text)
+        terminal.say("")
+        assert f"> {text}" in [line.rstrip() for line in terminal.say("/history")]
+    assert terminal.say(PASTE.format("/help") + "\x15/help quit")[-1].startswith("/quit")
+    assert ANSWER in terminal.say(PASTE.format("foo") + '\x15"""a\rb"""')
+    assert terminal.say("/history")[-3:] == ["> a", "b", ANSWER]
+
+
+def test_ctrl_d_on_an_emptied_line_leaves_the_editing_and_not_the_chat(terminal):
+    terminal.say("hi")
+    terminal.type("/edit-last\r")
+    terminal.see("> hi")
+    terminal.type("\x15")
+    terminal.ready()
+    row = terminal.screen.cursor.y
+    terminal.type("\x04")
+    terminal.until(lambda: terminal.screen.cursor.y > row)
+    terminal.ready()
+    assert terminal.say("/history")[1:] == ["> hi", ANSWER]
+
+
+def test_prompt_stands_where_the_person_sees_it(successor, tmp_path):
+    command = f"exec {sys.executable} {CHAT} --model {successor} --stats off > {tmp_path}/out.txt"
+    terminal = Terminal(tmp_path, command=command)
+    terminal.type("hi\r")
+    terminal.until(lambda: (tmp_path / "out.txt").read_text() == f"{ANSWER}\n")
+    terminal.ready()
 
 
 def test_alt_enter_is_a_new_line_in_the_message(terminal):
@@ -166,6 +256,7 @@ def test_damaged_history_and_the_ways_to_leave(successor, tmp_path):
     (tmp_path / "kv-chat").mkdir()
     (tmp_path / "kv-chat" / "history").write_bytes(b"\n# 2024\n+caf\xe9 \xff\x00\n+")
     terminal = Terminal(tmp_path, "--model", successor, columns=20)
+    assert not any(line == "ow" or line.startswith("ow ") for line in terminal.say("/help set"))
     text = "a message that is longer than the screen is wide"
     assert ANSWER in terminal.say(text)
     terminal.type("\x04")
@@ -484,20 +575,29 @@ def test_prompt_is_answered_and_the_conversation_goes_on(successor, tmp_path):
     assert terminal.say("/history")[1:] == ["> hi", ANSWER, "> and?", ANSWER]
 
 
-@pytest.mark.parametrize("ending, code", [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
-def test_signals_end_with_their_code_and_lose_nothing(endless, tmp_path, ending, code):
+@pytest.mark.parametrize(
+    "endings, codes",
+    [
+        ([signal.SIGTERM], [143]),
+        ([signal.SIGHUP], [129]),
+        ([signal.SIGTERM, signal.SIGHUP], [143, 129]),
+    ],
+)
+def test_signals_end_with_their_code_and_lose_nothing(endless, tmp_path, endings, codes):
     terminal = Terminal(tmp_path, "--model", endless, "-c", "50000", "--stats", "off")
     terminal.type("hi\r")
     terminal.see("ababab")
-    terminal.child.kill(ending)
-    assert terminal.end() == code
+    for ending in endings:
+        terminal.child.kill(ending)
+    assert terminal.end() in codes
     assert b"Traceback" not in terminal.received
     terminal = Terminal(tmp_path, "--model", endless, "-c", "50000", "--stats", "off", "--load", "last")
     lines = terminal.say("/history")
     assert lines[1] == "> hi" and lines[2].startswith("ababab")
-    terminal.child.kill(ending)
-    assert terminal.end() == code
-    assert b"Traceback" not in terminal.received
+    for ending in endings:
+        terminal.child.kill(ending)
+    assert terminal.end() in codes
+    assert b"Traceback" not in terminal.received and b"Unhandled" not in terminal.received
 
 
 def test_ctrl_c_at_an_empty_prompt_says_how_to_leave(terminal):
@@ -577,6 +677,194 @@ def test_branches_share_their_past_in_pages_and_nowhere_else(successor, terminal
     terminal.say("/switch other")
     assert terminal.say("/history")[-2:] == ["> one", ANSWER]
     assert reused(terminal.say("three")) > 60  # all but the last turn is main's too
+
+
+# ---- what is refused, taken back and kept
+
+
+def test_what_cannot_be_a_path_is_a_note(talk, successor, tmp_path, monkeypatch):
+    here = talk(successor)
+    names = ("~nosuchuser/x", "n" * 300, "a\0b", f"{tmp_path}/loop/x")
+    (tmp_path / "loop").symlink_to("loop")
+    for line in (f"/{command} {name}" for command in ("file", "export") for name in names):
+        said = here.say(line)
+        assert said.startswith("chat: ") and said.count("\n") == 1 and "[Errno" not in said, line
+    monkeypatch.setenv("EDITOR", "vi 'x")
+    monkeypatch.delenv("VISUAL", raising=False)
+    assert here.say("/edit") == "chat: vi 'x: No closing quotation\n"
+    sessions = tmp_path / "kv-chat" / "sessions"
+    sessions.mkdir(parents=True)
+    (sessions / "loop.safetensors").symlink_to("loop.safetensors")
+    os.mkfifo(sessions / "pipe.safetensors")
+    for command in ("load", "delete"):
+        assert "symbolic links" in here.say(f"/{command} loop")
+        assert here.say(f"/{command} pipe") == "chat: no session pipe; /sessions lists them\n"
+    assert here.say("/sessions") == "chat: no session is kept yet\n"
+
+
+def test_cache_is_drawn_in_a_window_of_one_column(talk, successor, monkeypatch):
+    here = talk(successor, "--cache", "paged")
+    here.say("hi")
+    monkeypatch.setattr(explain, "columns_of", lambda stream: 1)
+    assert "\n■\n■\nand 30 free pages" in here.say("/cache")
+
+
+GOOD = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho", "stop": "length"}]
+
+
+def kept_as(messages, **other) -> str:
+    return json.dumps({"system": None, "raw": False, "name": "a", "branches": {"a": {"messages": messages}}} | other)
+
+
+@pytest.mark.parametrize(
+    "about",
+    [
+        "[" * 100_000,
+        "[]",
+        "5",
+        json.dumps({name: value for name, value in json.loads(kept_as(GOOD)).items() if name != "system"}),
+        kept_as(GOOD, system=5),
+        kept_as(GOOD, name="b"),
+        kept_as(GOOD, name=[]),
+        kept_as(GOOD, branches=[]),
+        kept_as(5),
+        kept_as("ab"),
+        kept_as(GOOD[:1]),
+        kept_as(GOOD[::-1]),
+        kept_as([GOOD[0], {"role": "assistant"}]),
+        kept_as([GOOD[0], {"role": "assistant", "content": 5}]),
+        kept_as([GOOD[0], {**GOOD[1], "stop": 5}]),
+        kept_as([GOOD[0], []]),
+    ],
+)
+def test_session_that_holds_no_conversation_is_refused_and_nothing_changes(empty, about):
+    with pytest.raises(ChatError, match="no conversation of this terminal"):
+        empty.conversation.take(about)
+    assert empty.say("/history") == "" and empty.conversation.name == "main"
+
+
+@pytest.fixture(scope="module")
+def _session(successor):
+    return chat.open_session(chat.arguments(["--model", str(successor), "--cache", "paged"]))
+
+
+@pytest.fixture
+def empty(talk, successor, _session, monkeypatch):
+    monkeypatch.setattr(chat, "open_session", lambda args: _session)
+    return talk(successor)
+
+
+def test_names_of_branches_are_shown_and_not_obeyed(empty):
+    empty.conversation.take(kept_as(GOOD, name="\x1b[2J", branches={"\x1b[2J": {"messages": GOOD}}))
+    assert r"* \x1b[2J" in empty.say("/branches")
+
+
+def test_what_came_of_an_answer_is_kept_whatever_ends_it(talk, successor):
+    here = talk(successor)
+    here.break_off(KeyboardInterrupt(), OSError(5, "gone"))
+    here.say("hi")
+    assert here.say("/history") == "> hi\nHé\n"
+    with pytest.raises(OSError):
+        here.say("/continue")
+    assert here.say("/history") == "> hi\nHélo,\n"
+    here.say("/continue")
+    assert here.say("/history") == f"> hi\n{ANSWER}\n"
+
+
+def test_file_waits_until_it_was_said_and_can_be_taken_away(talk, successor, tmp_path):
+    (tmp_path / "notes").write_text("of mine")
+    (tmp_path / "long").write_text("x" * 600)
+    here = talk(successor)
+    here.say("hi")
+    here.say(f"/file {tmp_path}/notes")
+    here.conversation.output.after_pass = lambda session: session.interrupt()
+    here.say("what?")
+    assert len(here.conversation.messages) == 2  # Ctrl-C came before the answer began
+    del here.conversation.output.after_pass
+    here.say("what?")
+    assert here.conversation.messages[-2]["content"] == "of mine\n\nwhat?"
+    here.say(f"/file {tmp_path}/long")
+    assert "/undo and /clear make room" in here.say("and?")
+    assert "the file is taken away" in here.say("/undo")
+    assert ANSWER in here.say("and?")
+    assert len(here.conversation.messages) == 6
+
+
+def test_last_is_what_was_said_last_and_what_was_taken_back_or_deleted_is_gone(talk, successor, tmp_path):
+    last = tmp_path / "kv-chat" / "sessions" / "last.safetensors"
+
+    def leave(here):
+        here.repl._keep_last(leaving=True)
+        return last.exists()
+
+    here = talk(successor)
+    here.say("hi")
+    assert leave(talk(successor))  # a chat in which nothing was said takes nothing away
+    here.say("/delete last")
+    here.say("/system X")
+    assert not leave(here)
+    here.say("more")
+    assert leave(here)
+    for line in ("/undo 2", "/clear"):
+        here = talk(successor)
+        here.say("hi")
+        here.say("/load last")
+        here.say("/edit-last other")
+        here.say(line)
+        here.say("/undo")
+        assert not leave(here)
+        here.say("hi")
+
+
+def test_trouble_with_keeping_is_said_once(talk, successor, tmp_path):
+    here = talk(successor)
+    (tmp_path / "kv-chat").write_text("no folder")
+    assert "cannot be kept for --load last" in here.say("hi")
+    assert "cannot be kept" not in here.say("and?")
+
+
+def test_system_message_of_the_command_line_wins_over_the_sessions(talk, successor, monkeypatch):
+    here = talk(successor, "--system", "old")
+    here.say("hi")
+    here.say("/save it")
+    monkeypatch.setattr(sys, "stdin", open(os.devnull))  # noqa: SIM115
+    for options, system in (([], "old"), (["--system", "new"], "new")):
+        here = talk(successor, *options)
+        here.repl.run(load="it")
+        assert here.conversation.system == system
+
+
+def test_branches_that_go_free_their_pages(talk, successor):
+    here = talk(successor, "--cache", "paged", "-c", 128)
+    pool = here.conversation.session.cache.pool
+    here.say("hi")
+    here.say("/fork other")
+    here.say("two")
+    here.say("/save two")
+    assert here.say("/drop other") == here.say("/drop nowhere").replace("nowhere", "other")
+    for _ in range(4):
+        assert "2 turns" in here.say("/load two")
+        assert "/undo, /drop and /clear" in here.say("x" * 200)
+    assert here.say("/drop main") == "chat: branch main is dropped\n"
+    here.conversation.session.cache.truncate(0)
+    assert pool.free == len(pool.references)
+
+
+def test_room_that_is_left_and_cut_answers_are_those_of_the_conversation_as_it_stands(talk, endless):
+    here = talk(endless, "-n", 4, "-c", 128)
+    counts = [here.conversation.left]
+    for line in ("one", "two"):
+        here.say(line)
+        counts.append(here.conversation.left)
+    here.say("/save it")
+    here.say("/undo")
+    assert here.conversation.left == counts[1]
+    assert here.say("/continue") == "abab\n"
+    assert here.conversation.messages[-1]["content"] == "abababab"
+    here.say("/clear")
+    assert here.conversation.left == counts[0]
+    assert f"2 turns, {128 - counts[2] - 1} tokens in the cache" in here.say("/load it").replace("\n", " ")
+    assert here.conversation.left == counts[2]
 
 
 # ---- reading
