@@ -322,7 +322,10 @@ class Conversation:
         self.branches = {name: Branch(self.session, branches.pop(name))}
         self.system, self.name = system, name
         try:
-            self.branches |= {other: Branch(self.session.fork(), messages) for other, messages in branches.items()}
+            for other, messages in branches.items():
+                session = self.session.fork()
+                session.hold(self.ids(messages[:-1], messages[-1]["content"]) if messages else [])
+                self.branches[other] = Branch(session, messages)
         except SessionError as error:
             note(f"its other branches are left out ({', '.join(branches)}): {error}")
 

@@ -281,15 +281,19 @@ class Session:
         context, before anything changes; NotFinite from the iterator.
         """
         check_prompt(prompt_ids, self.cache.longest, self.model.config.vocab_size)
-        pairs = zip(self.tokens[: self.cache.length], prompt_ids, strict=False)
-        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        # At least one token is computed, since logits come from computing and not from the cache.
-        self.cache.truncate(self.cache.reusable(min(shared, len(prompt_ids) - 1)))
-        self.tokens = list(prompt_ids)
+        self.hold(prompt_ids)
         seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
         self.last = Turn(len(prompt_ids), self.cache.length, seed)
         self.interrupted = False
         return self._answer(self.last, sampling)
+
+    def hold(self, ids: list[int]) -> None:
+        """Be as if ``ids`` had been said, and no more; the cache keeps what it holds of their beginning."""
+        pairs = zip(self.tokens[: self.cache.length], ids, strict=False)
+        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        # At least one token is left to compute, since logits come from computing and not from the cache.
+        self.cache.truncate(self.cache.reusable(max(0, min(shared, len(ids) - 1))))
+        self.tokens = list(ids)
 
     def interrupt(self) -> None:
         """End the answer under way with the pass under way. May be called from a signal handler or another thread."""

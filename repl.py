@@ -285,10 +285,10 @@ class Repl:
         held = "computed again with the next message"
         try:
             self.conversation.load(argument)
-            held = f"{self.conversation.session.cache.length} tokens in the cache"
+            held = f"{self.conversation.session.cache.held} tokens in the cache"
         except SessionMismatch as error:
             if not agreed(f"chat: {argument} is of another model or cache ({error.part}); compute it from its text?"):
-                return
+                raise ChatError(f"{argument} is left as it is, and so is this conversation") from None
             self.conversation.take(error.about)
         note(f"{argument}: {turns(self.conversation.messages)}, {held}; /history shows them")
 
