@@ -194,6 +194,7 @@ def test_paste_is_a_message_when_it_is_recalled_and_changed_and_no_longer_once_i
     assert ANSWER in terminal.say("\x1b[A")  # up
     for text in ("//x is a comment", '"""a docstring"""'):
         terminal.say(PASTE.format(text))
+        terminal.screen.reset()
         terminal.type("/edit-last\r")
         terminal.see(text)
         terminal.say("")
@@ -205,6 +206,7 @@ def test_paste_is_a_message_when_it_is_recalled_and_changed_and_no_longer_once_i
 
 def test_ctrl_d_on_an_emptied_line_leaves_the_editing_and_not_the_chat(terminal):
     terminal.say("hi")
+    terminal.screen.reset()
     terminal.type("/edit-last\r")
     terminal.see("> hi")
     terminal.type("\x15")
