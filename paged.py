@@ -113,6 +113,7 @@ class PagedCache(KVCache):
         return self.length % self.pool.page_size > 0 and self.pool.references[self.block_table[-1]] > 1
 
     def extend(self, n: int) -> None:
+        """As ``KVCache.extend``; CacheFull also when pages lack. A shared page that is written into is copied first."""
         size, pool, table = self.pool.page_size, self.pool, self.block_table
         more, breaks = -(-(self.length + n) // size) - len(table), self._breaks
         if self.length + n <= self.capacity and more + breaks > pool.free:
