@@ -575,8 +575,8 @@ def main(argv: list[str] | None = None) -> int:
     sys.stdout, sys.stderr = (s or open(os.devnull, "w") for s in (sys.stdout, sys.stderr))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # an answer that the terminal cannot encode is shown all the same
-    if sys.stdin:
-        sys.stdin.reconfigure(errors="replace")  # and one that it cannot decode is taken
+    if hasattr(sys.stdin, "reconfigure"):  # it may be None, or of whoever calls this from Python
+        sys.stdin.reconfigure(errors="replace")  # and what it cannot decode is taken
     try:
         try:
             with orderly_endings():
