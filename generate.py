@@ -393,7 +393,8 @@ class Session:
         """logits [1 + len(draft), V] after all tokens and after each of the draft; computes what the cache does not
         hold. Raises _Interrupted between two passes."""
         turn, start = self.last, perf_counter()
-        for hidden in passes(self.model, self.cache, self.tokens + draft, self._chunk):
+        tokens = self.tokens + draft if draft else self.tokens
+        for hidden in passes(self.model, self.cache, tokens, self._chunk):
             if not turn.generated_tokens:
                 turn.computed_tokens = max(0, self.cache.length - turn.reused_tokens)
                 turn.prefill_s = perf_counter() - start
