@@ -565,14 +565,12 @@ def test_killed_at_any_moment_it_goes_on_and_the_file_is_the_same(engine, prompt
     asked, path = prompts(*MANY), tmp_path / "out"
     whole = answers(engine, asked, tmp_path / "whole")
     for length in sorted(random.Random(0).sample(range(1, len(whole) // 2), 5)):
-        child = os.fork()
-        if not child:
-            os._exit(chat.main(arguments(engine, asked, path)))
+        child = start_chat(*arguments(engine, asked, path))
         while not path.exists() or path.stat().st_size < length:
-            assert os.waitpid(child, os.WNOHANG) == (0, 0)  # it is still at it
+            assert child.poll() is None, child.stderr.read()  # it is still at it
             time.sleep(0.001)
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+        child.kill()
+        child.wait()
         assert whole.startswith(path.read_bytes())
     assert answers(engine, asked, path) == whole
     assert whole.count(b"\n") == len(MANY)
