@@ -2,7 +2,6 @@
 and a file of prompts is answered line by line whatever happens."""
 
 import json
-import os
 import random
 import signal
 import subprocess
