@@ -7,10 +7,11 @@ the packed weights as they are, by torch's own kernels, and one of many rows unp
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.nn import functional as F
 
 aten = torch.ops.aten
@@ -25,10 +26,68 @@ def fixed(values: Tensor) -> nn.Parameter:
     return nn.Parameter(values, requires_grad=False)
 
 
+# ---- a rank's part
+
+
+class Whole:
+    """How the parts of a matrix that ranks hold come together. Here there is nothing to bring together: this rank has
+    all of it, or all that it needs."""
+
+    def join(self, product: Tensor) -> Tensor:
+        """A rank's product -> that of all ranks."""
+        return product
+
+    def rows(self, held: Callable[[Tensor], Tensor], indices: Tensor) -> Tensor:
+        """Rows of the whole matrix, ``held`` giving those of this rank's part; indices [T] int64 -> [T, in]."""
+        return held(indices)
+
+    def largest(self, values: Tensor) -> Tensor:
+        """Of values [out], each the largest of a row of this rank's part: the largest of the whole row."""
+        return values
+
+
+class Columns(Whole):
+    """Each rank has some of the inputs, and their products are summed (Megatron-LM, arXiv 1909.08053, §3)."""
+
+    def join(self, product: Tensor) -> Tensor:
+        distributed.all_reduce(product)
+        return product
+
+    def largest(self, values: Tensor) -> Tensor:
+        distributed.all_reduce(values, distributed.ReduceOp.MAX)
+        return values
+
+
+class Rows(Whole):
+    """Each rank has some of the outputs, ``count`` from ``first`` on, of ``total``, and their products are laid end to
+    end. The parts are equally long, so that the last one may reach beyond the end."""
+
+    def __init__(self, first: int, count: int, total: int):
+        self.first, self.count, self.total = first, count, total
+
+    def join(self, product: Tensor) -> Tensor:
+        parts = [torch.empty_like(product) for _ in range(distributed.get_world_size())]
+        distributed.all_gather(parts, product.contiguous())
+        return torch.cat(parts, -1)[:, : self.total]
+
+    def rows(self, held: Callable[[Tensor], Tensor], indices: Tensor) -> Tensor:
+        own = indices - self.first
+        mine = (own >= 0) & (own < self.count)
+        found = held(own.clamp(0, self.count - 1)).where(mine[:, None], 0)
+        distributed.all_reduce(found)
+        return found
+
+
+WHOLE = Whole()
+
+
+# ---- whole numbers or not
+
+
 class Linear(nn.Module):
     """y = x Wᵀ (+ b), x of any float dtype rounded to the weights'; [T, in] -> [T, out]."""
 
-    world = 1  # ranks, each of which holds some of the input columns: products are summed (arXiv 1909.08053, §3)
+    part = WHOLE
 
     def __init__(self, inputs: int, outputs: int, bias: bool = False):
         super().__init__()
@@ -37,9 +96,7 @@ class Linear(nn.Module):
         self.bias = empty(outputs) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.product(x.to(self.dtype))
-        if self.world > 1:
-            torch.distributed.all_reduce(y)
+        y = self.part.join(self.product(x.to(self.dtype)))
         return y if self.bias is None else y + self.bias
 
     def product(self, x: Tensor) -> Tensor:
@@ -47,6 +104,9 @@ class Linear(nn.Module):
 
     def rows(self, indices: Tensor) -> Tensor:
         """Rows of the matrix, as an embedding table has them: indices [T] int64 -> [T, in] float32."""
+        return self.part.rows(self._rows_held, indices)
+
+    def _rows_held(self, indices: Tensor) -> Tensor:
         return F.embedding(indices, self.weight).float()
 
     @property
@@ -127,11 +187,11 @@ class Int8Linear(Packed):
         steps_and_bias = self.outputs * (2 if self.bias is not None else 1)
         return self.outputs * self.inputs + steps_and_bias * dtype.itemsize
 
-    def rows(self, indices: Tensor) -> Tensor:
+    def _rows_held(self, indices: Tensor) -> Tensor:
         return self.packed[indices].float() * self.steps[indices, None]
 
     def _pack(self, weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        steps = (weight.abs().amax(1) / 127).clamp(min=torch.finfo(dtype).tiny).to(dtype)
+        steps = (self.part.largest(weight.abs().amax(1)) / 127).clamp(min=torch.finfo(dtype).tiny).to(dtype)
         return (weight / steps[:, None]).round().to(torch.int8), steps
 
     def _reads_packed(self, x: Tensor) -> bool:

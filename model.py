@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from linear import FORMATS, Linear, Packed, empty, fixed
+from linear import FORMATS, WHOLE, Columns, Linear, Packed, Rows, Whole, empty, fixed
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -414,17 +414,18 @@ class Layer(nn.Module):
 
 
 class Llama(nn.Module):
-    """The whole model. ``model(tokens, cache)`` runs one pass, ``model.head`` turns its output into logits.
+    """The whole model, or with ``world`` ranks the part of one, whose ``config`` is its share. ``model(tokens, cache)``
+    runs one pass, ``model.head`` turns its output into logits.
 
     The residual stream is float32 whatever the weights are: adding sixty small updates to a large sum in 16 bits loses
     them, and in float16 it overflows. It costs nothing, since a decode step's time goes into reading the weights.
     """
 
-    def __init__(self, config: Config, quantize: str | None = None):
+    def __init__(self, config: Config, quantize: str | None = None, world: int = 1):
         super().__init__()
-        self.config, self.name = config, ""
+        self.config, self.world, self.name = config, world, ""
         linear, head = FORMATS[quantize]
-        tied, sizes = config.tie_word_embeddings, (config.hidden_size, config.vocab_size)
+        tied, sizes = config.tie_word_embeddings, (config.hidden_size, -(-config.vocab_size // world))
         self.embed_tokens = (head if tied else Linear)(*sizes)
         self.layers = nn.ModuleList(Layer(config, layer, linear) for layer in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -464,11 +465,10 @@ class Llama(nn.Module):
         return digest.hexdigest()
 
     @staticmethod
-    def bytes_for(config: Config, dtype: torch.dtype, quantize: str | None = None) -> int:
+    def bytes_for(config: Config, dtype: torch.dtype, quantize: str | None = None, world: int = 1) -> int:
         """Bytes of the weights in a dtype, norms being float32 always; from the config alone."""
-        return sum(
-            module.bytes_in(dtype) for module in Llama(config, quantize).modules() if hasattr(module, "bytes_in")
-        )
+        modules = Llama(config, quantize, world).modules()
+        return sum(module.bytes_in(dtype) for module in modules if hasattr(module, "bytes_in"))
 
     @property
     def bytes_per_step(self) -> int:
@@ -547,30 +547,32 @@ class Checkpoint:
             raise ModelError(f"{path}: {name} is stored as {stored}; supported: {', '.join(STORED)}")
         return STORED[stored]
 
-    def check(self, source: Source, world: int) -> None:
+    def check(self, source: Source) -> None:
         """Raise ModelError unless the tensor is there, of a supported dtype, and of the shape that the config
         wants."""
         self.dtype(source.name)
         path, _, shape = self.tensors[source.name]
-        if shape != (wanted := source.whole(world)):
+        if shape != (wanted := source.stored):
             raise ModelError(f"{path}: {source.name} is {shape}, where config.json wants {wanted}")
 
-    def read(self, parts: list[Source], target: Tensor, rank: int) -> Tensor:
-        """Rank's part of stored tensors, one below the other in target, which is returned."""
+    def read(self, parts: list[Source], target: Tensor) -> Tensor:
+        """Stored tensors, or a rank's part of them, one below the other in target, which is returned."""
         for source, rows in zip(parts, target.split([source.shape[0] for source in parts]), strict=True):
-            self.copy(source, rows, rank)
+            self.copy(source, rows)
         return target
 
-    def copy(self, source: Source, target: Tensor, rank: int) -> None:
-        """Copy rank's part of a tensor, converting to target's dtype and device.
+    def copy(self, source: Source, target: Tensor) -> None:
+        """Copy a rank's part of a tensor, converting to target's dtype and device.
 
         The file is mapped anew for every 16 MiB: the pages of a mapping count as this process's memory for as long as
         it lives, and with one mapping for the whole load they would come to the size of the weights once more.
         """
-        first = [rank * size if dim == source.dim else 0 for dim, size in enumerate(source.shape)]
+        first = [source.first if dim == source.dim else 0 for dim in range(len(source.shape))]
+        there = source.stored[0] - first[0]  # rows; the vocabulary's last part may reach beyond them
+        target[max(0, there) :].zero_()
         rows = max(1, 2**24 // max(1, target[:1].nbytes))
-        for start in range(0, len(target), rows):
-            block = target[start : start + rows]
+        for start in range(0, min(there, len(target)), rows):
+            block = target[start : min(start + rows, there)]
             place = tuple(slice(f, f + n) for f, n in zip([first[0] + start, *first[1:]], block.shape, strict=True))
             with self._open(self.tensors[source.name][0]) as file:
                 block.copy_(file.get_slice(source.name)[place])
@@ -578,58 +580,91 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Source:
-    """A stored tensor, by its Hugging Face name, and this rank's part of it: ``shape``, split over ranks along
-    ``dim``."""
+    """A stored tensor, by its Hugging Face name, and a rank's part of it: ``shape``, which along ``dim`` begins at
+    ``first`` of ``total``."""
 
     name: str
     shape: tuple[int, ...]
-    dim: int | None
+    dim: int = 0
+    first: int = 0
+    total: int = 0  # 0: the part is all of it
 
-    def whole(self, world: int) -> list[int]:
-        return [size * world if dim == self.dim else size for dim, size in enumerate(self.shape)]
+    @property
+    def stored(self) -> list[int]:
+        return [self.total or size if dim == self.dim else size for dim, size in enumerate(self.shape)]
 
 
-def sources(parameter: str, shape: torch.Size, config: Config) -> list[Source]:
-    """The stored tensors that make one of our parameters, one below the other.
+def sources(parameter: str, shape: torch.Size, config: Config, rank: int = 0, world: int = 1) -> list[Source]:
+    """The stored tensors that make one of a rank's parameters, one below the other; ``config`` is the whole model's.
 
     Projections that read the same input are one matrix here, so that a step makes one call instead of three or two.
     """
     name = parameter if parameter.startswith("lm_head.") else f"model.{parameter}"
-    queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    dim, heads, kv_heads = config.head_dim, config.num_attention_heads, config.num_key_value_heads
+    mine = share(config, world)
+
+    def part(part_name: str, rows: int, first: int, total: int) -> Source:
+        return Source(part_name, (rows, *shape[1:]), 0, first, total)
+
+    queries = mine.num_attention_heads * dim, rank * heads // world * dim, heads * dim
+    keys = mine.num_key_value_heads * dim, rank * kv_heads // world * dim, kv_heads * dim
+    inner = mine.intermediate_size, rank * mine.intermediate_size, config.intermediate_size
     fused = {
         "qkv_proj": {"q_proj": queries, "k_proj": keys, "v_proj": keys},
-        "gate_up_proj": dict.fromkeys(("gate_proj", "up_proj"), config.intermediate_size),
+        "gate_up_proj": {"gate_proj": inner, "up_proj": inner},
     }
     for ours, parts in fused.items():
         if f".{ours}." in name:
-            return [Source(name.replace(ours, part), (rows, *shape[1:]), 0) for part, rows in parts.items()]
-    columns = name.endswith(("o_proj.weight", "down_proj.weight"))
-    return [Source(name, tuple(shape), 1 if columns else None)]
+            return [part(name.replace(ours, theirs), *place) for theirs, place in parts.items()]
+    columns = {"o_proj.weight": queries, "down_proj.weight": inner}
+    for ending, (size, first, total) in columns.items():
+        if name.endswith(ending):
+            return [Source(name, (shape[0], size), 1, first, total)]
+    if name in VOCABULARY:
+        return [part(name, shape[0], rank * shape[0], config.vocab_size)]
+    return [Source(name, tuple(shape))]
+
+
+VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
+
+
+def coming_together(source: Source, world: int) -> Whole:
+    """How the parts of such a matrix come together."""
+    if world > 1 and source.dim == 1:
+        return Columns()
+    if world > 1 and source.name in VOCABULARY:
+        return Rows(source.first, source.shape[0], source.total)
+    return WHOLE
 
 
 def share(config: Config, world: int) -> Config:
-    """The config of one rank's part: its heads and its slice of the MLP. Raises ModelError when they do not divide."""
-    names = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
-    for name in names:
+    """The config of one rank's part: its heads and its slice of the MLP. Where there are fewer key/value heads than
+    ranks, several hold the same one. Raises ModelError when they do not divide."""
+
+    def divided(name: str) -> int:
         if getattr(config, name) % world:
             raise ModelError(f"{name} is {getattr(config, name)}, which does not divide over {world} ranks")
-    return replace(config, **{name: getattr(config, name) // world for name in names})
+        return getattr(config, name) // world
+
+    shares = {name: divided(name) for name in ("num_attention_heads", "intermediate_size")}
+    shared = world % config.num_key_value_heads == 0
+    return replace(config, **shares, num_key_value_heads=1 if shared else divided("num_key_value_heads"))
 
 
 def survey(
-    folder: Path, world: int = 1, quantize: str | None = None
+    folder: Path, quantize: str | None = None, rank: int = 0, world: int = 1
 ) -> tuple[Llama, Checkpoint, dict[str, list[Source]]]:
     """All that can be known of a folder without reading its weights: the model without memory, the tensors on disk,
     and the stored ones that make each parameter. Raises ModelError for whatever ``load`` would refuse."""
     if not folder.is_dir():
         raise ModelError(f"{folder}: no such model folder")
-    config, checkpoint = share(Config.from_folder(folder), world), Checkpoint(folder)
+    config, checkpoint = Config.from_folder(folder), Checkpoint(folder)
     checkpoint.dtype(f"model.layers.{config.num_hidden_layers - 1}.input_layernorm.weight")  # before so many are made
-    model = Llama(config, quantize)
-    plan = {name: sources(name, parameter.shape, config) for name, parameter in model.named_parameters()}
+    model = Llama(share(config, world), quantize, world)
+    plan = {name: sources(name, value.shape, config, rank, world) for name, value in model.named_parameters()}
     for parts in plan.values():
         for source in parts:
-            checkpoint.check(source, world)
+            checkpoint.check(source)
     return model, checkpoint, plan
 
 
@@ -665,19 +700,21 @@ def load(
 
     ``dtype`` None keeps the stored one; norm weights are float32 always. ``quantize`` int8 or int4 packs the matrices
     as they come, and computes in bfloat16 (see linear.py); an embedding table that is not the head too stays whole.
-    With ``world`` ranks, each reads and holds only its part of the attention heads and of the MLP, and
-    torch.distributed must be initialized to run it. Raises ModelError.
+    With ``world`` ranks, each reads and holds only its part of the attention heads, of the MLP and of the vocabulary,
+    and torch.distributed must be initialized to run it. Raises ModelError.
     """
     folder = Path(folder)
     arithmetic(dtype, None, quantize, device)  # before anything is read
-    model, checkpoint, plan = survey(folder, world, quantize)
+    model, checkpoint, plan = survey(folder, quantize, rank, world)
     dtype = arithmetic(dtype, checkpoint.dtype("model.embed_tokens.weight"), quantize, device)
     for name, parts in plan.items():
         module, leaf = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
         packs = isinstance(module, Packed) and leaf == "weight"
+        if leaf == "weight":
+            module.part = coming_together(parts[0], world)
         kept = torch.float32 if isinstance(module, RMSNorm) else checkpoint.dtype(parts[0].name) if packs else dtype
         try:
-            values = checkpoint.read(parts, torch.empty(getattr(module, leaf).shape, dtype=kept, device=device), rank)
+            values = checkpoint.read(parts, torch.empty(getattr(module, leaf).shape, dtype=kept, device=device))
             if packs:
                 module.pack(values, dtype)
             else:
@@ -689,8 +726,6 @@ def load(
             raise ModelError(
                 f"{folder}: no memory for the weights on {device} ({str(error).splitlines()[0]})"
             ) from None
-        if any(source.dim == 1 for source in parts):
-            module.world = world
     model.rotary, model.name = Rotary(model.config, device), name_of(folder)
     return model.eval()
 
