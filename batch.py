@@ -127,8 +127,7 @@ class Batch:
             self.waiting.append(first)
 
     def _sequence(self, index: int, prompt: list[int], sampling: Sampling) -> Sequence:
-        longest, dtype = min(self.context, self.room), self.pool.keys_values.dtype
-        cache = PagedCache(self.model.config, longest, self.model.device, dtype, self.pool)
+        cache = self.pool.sequence(min(self.context, self.room))
         return Sequence(index, prompt, sampling, cache, self.model, self.tokenizer)
 
     @property

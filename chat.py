@@ -199,7 +199,8 @@ def device_of(name: str):
 def open_model(args: argparse.Namespace, name: str | None = None):
     """Load the model of a name, or the one that the options name: it, its tokenizer, and the context's length. Raises
     one of ``user_errors``."""
-    import model
+    import parallel
+    from model import DTYPES
     from tokenizer import Tokenizer
 
     folder, device = model_folder(name or args.model, args.offline), device_of(args.device)
@@ -208,7 +209,7 @@ def open_model(args: argparse.Namespace, name: str | None = None):
         tokenizer.strips_first_space = False  # the answer goes on from a text, and does not begin one
     elif not tokenizer.has_template:
         note("this model has no chat template and gets plain User: … Assistant: …; --raw goes on from your text alone")
-    llama = model.load(folder, device, model.DTYPES.get(args.dtype), quantize_of(args))
+    llama = parallel.load(folder, device, DTYPES.get(args.dtype), quantize_of(args))
     # By default a modest part of what the model was made for.
     return llama, tokenizer, args.ctx_size or min(4096, llama.config.max_position_embeddings)
 
@@ -221,14 +222,14 @@ def note_long(context: int, config) -> None:
 
 def open_session(args: argparse.Namespace, name: str | None = None):
     """A Session over the model of a name, or the one that the options name. Raises one of ``user_errors``."""
-    import cache
     from generate import Session, VerifyingSession
+    from parallel import make
 
     llama, tokenizer, context = open_model(args, name)
     kind, options = cache_of(args)
     if kind == "sinks" and llama.rotary.kind == "dynamic":
         raise ChatError("--sinks moves tokens to other positions, which this model's dynamic ones do not allow")
-    kept = cache.make(kind, llama.config, context, llama.device, llama.dtype, **options)
+    kept = make(kind, llama, context, **options)
     note_long(context, llama.config)
     session = (VerifyingSession if args.verify else Session)(llama, kept, tokenizer)
     if args.draft is not None:
@@ -379,13 +380,14 @@ def check_batch(args: argparse.Namespace) -> None:
 def open_batch(args: argparse.Namespace):
     """A Batch over the model that the options name, and what reads its prompts. Raises one of ``user_errors``."""
     from batch import Batch
-    from cache import CacheFull, make
+    from cache import CacheFull
     from lines import Requests
+    from parallel import make
 
     sampling = sampling_of(args)
     llama, tokenizer, context = open_model(args)
     try:
-        pool = make("paged", llama.config, args.pool or 4 * context, llama.device, llama.dtype).pool
+        pool = make("paged", llama, args.pool or 4 * context).pool
     except CacheFull as error:
         raise ChatError(str(error).replace("--ctx-size", "--pool")) from None
     note_long(context, llama.config)
@@ -615,4 +617,8 @@ def abandon(stream) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if "RANK" in os.environ:  # torchrun's
+        from parallel import run as run_rank
+
+        sys.exit(run_rank(main))
     sys.exit(main())

@@ -332,7 +332,7 @@ class Conversation:
     def delete(self, name: str) -> None:
         """Delete a session that was kept; LAST is kept again only once something more is said. Raises ChatError."""
         with told(name):
-            kept_file(name).unlink()
+            remove(kept_file(name))
         if name == LAST:
             self._unwanted = self._said()
 
@@ -345,7 +345,7 @@ class Conversation:
             return
         if state is None:
             with told():
-                session_file(LAST).unlink(missing_ok=True)
+                remove(session_file(LAST))
         else:
             self.save(LAST)
         self._saved, self._saved_at = state, monotonic()
@@ -413,6 +413,13 @@ def kept_file(name: str) -> Path:
         if stat.S_ISREG(path.stat().st_mode):  # to open a pipe would wait for who writes into it
             return path
     raise ChatError(f"no session {name}{nearest(name, saved_sessions())}; /sessions lists them")
+
+
+def remove(path: Path) -> None:
+    """Delete a session's file, and those of other ranks beside it. Raises OSError."""
+    others = [part for part in path.parent.glob(f"{path.name}.*") if part.suffix[1:].isdigit()]
+    for part in (path, *others):
+        part.unlink(missing_ok=True)
 
 
 def saved_sessions() -> list[str]:

@@ -8,17 +8,14 @@ decode. A next turn, a retry, an edited message, an interrupted answer and a ses
 from __future__ import annotations
 
 import json
-import os
 import secrets
-import tempfile
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
-from itertools import chain, takewhile
+from itertools import takewhile
 from pathlib import Path
-from time import perf_counter, time
+from time import perf_counter
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -422,6 +419,7 @@ class Session:
     def fingerprint(self) -> dict[str, str]:
         """What a saved cache must agree in with the one that is to hold it, part by part."""
         return {
+            "number of ranks": str(self.model.world),
             "weights": self.model.fingerprint,
             "config": sha256(str(replace(self.model.config, dtype=None)).encode()).hexdigest(),
             "dtype": str(self.cache.dtype).removeprefix("torch."),
@@ -446,10 +444,10 @@ class Session:
             "fingerprint": json.dumps(self.fingerprint()),
             "counts": json.dumps(self.cache.counts()),
             "about": about,
+            "id": secrets.token_hex(8),  # tells the parts that belong together from those of an older one
         }
-        state = ((f"cache.{name}", tensor) for name, tensor in self.cache.state())
         try:
-            write_tensors(Path(path), chain([("tokens", torch.tensor(self.tokens))], state), metadata)
+            self.cache.save(Path(path), self.tokens, metadata)
         except OSError as error:
             raise SessionError(f"{path}: {error.strerror}; nothing was saved") from None
 
@@ -465,69 +463,24 @@ class Session:
                 metadata = file.metadata() or {}
                 if metadata.get("format") != FORMAT:
                     raise damaged
-                saved, counts, about = (
-                    json.loads(metadata["fingerprint"]),
-                    json.loads(metadata["counts"]),
-                    metadata["about"],
-                )
+                saved = {"number of ranks": "1", **json.loads(metadata["fingerprint"])}
+                counts, about = json.loads(metadata["counts"]), metadata["about"]
                 for part, value in self.fingerprint().items():
                     if saved.get(part) != value:
                         raise SessionMismatch(f"{path}: its {part} is another", part, about)
                 tokens = file.get_tensor("tokens").tolist()
                 if not 0 <= min(counts.values()) <= counts["length"] <= len(tokens):
                     raise damaged
-                for name, shape in self.cache.shapes(counts).items():
-                    if tuple(file.get_slice(f"cache.{name}").get_shape()) != shape:
-                        raise damaged
-                self.cache.restore(counts, lambda name: file.get_tensor(f"cache.{name}"))
+            self.cache.load(Path(path), metadata)
         except OSError as error:
             raise SessionError(f"{path}: {error.strerror or 'no such file'}") from None
         except (SafetensorError, ValueError, TypeError, KeyError, RuntimeError, AttributeError):
             raise damaged from None
         self.tokens = tokens
-        return metadata["about"]
+        return about
 
 
 FORMAT = "kv-chat session 1"
-STORED = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.uint8: "U8", torch.int64: "I64"}
-
-
-def write_tensors(path: Path, tensors: Iterable[tuple[str, Tensor]], metadata: dict[str, str]) -> None:
-    """Write a safetensors file (its format: 8 bytes of header length, a JSON header padded with spaces, the data)
-    through a temporary one. Raises OSError, the old file being whole.
-
-    The library would want all tensors in memory at once; a cache may be larger than that. Its header comes last, so
-    the room for it is a guess that no cache exceeds.
-    """
-    for left in path.parent.glob(f".{path.name}.*"):  # by a process that was killed
-        with suppress(FileNotFoundError):  # it was another's, who has just renamed it
-            if left.stat().st_mtime < time() - 3600:
-                left.unlink()
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # only its owner may read it
-    try:
-        with os.fdopen(handle, "wb") as file:
-            room, end, header = 2**16 + 2 * len(json.dumps(metadata)), 0, {"__metadata__": metadata}
-            file.seek(8 + room)
-            for name, tensor in tensors:
-                start, end = end, end + tensor.nbytes
-                header[name] = {
-                    "dtype": STORED[tensor.dtype],
-                    "shape": list(tensor.shape),
-                    "data_offsets": [start, end],
-                }
-                file.write(tensor.contiguous().cpu().flatten().view(torch.uint8).numpy())
-            file.seek(0)
-            file.write(room.to_bytes(8, "little") + json.dumps(header).encode().ljust(room))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
-    if os.name == "posix":  # the new name itself is kept too
-        folder = os.open(path.parent, os.O_RDONLY)
-        os.fsync(folder)
-        os.close(folder)
 
 
 class VerifyingSession(Session):

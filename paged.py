@@ -24,11 +24,15 @@ class Pool:
     """
 
     def __init__(self, config, pages: int, device: str | torch.device, dtype: torch.dtype, page_size: int = 16):
-        self.page_size, self.references, self.free = page_size, [0] * pages, pages
+        self.config, self.page_size, self.references, self.free = config, page_size, [0] * pages, pages
         shape = config.num_hidden_layers, 2, config.num_key_value_heads, pages * page_size, config.head_dim
         self.keys_values = torch.empty(shape, dtype=dtype, device=device)
         self.names: list[bytes | None] = [None] * pages
         self.named: dict[bytes, int] = {}
+
+    def sequence(self, capacity: int) -> PagedCache:
+        """An empty one over these pages, for at most ``capacity`` tokens."""
+        return PagedCache(self.config, capacity, self.keys_values.device, self.keys_values.dtype, self)
 
     def take(self, after: int | None) -> int:
         """A free page: the one behind ``after``, so that a sequence is read in few pieces, or else the middle of the
@@ -177,7 +181,7 @@ class PagedCache(KVCache):
 
     def fork(self) -> PagedCache:
         """A second sequence with the same past, every page of it shared."""
-        twin = PagedCache(self.config, self.capacity, self.device, self.dtype, self.pool)
+        twin = self.pool.sequence(self.capacity)
         twin.length, twin.block_table, twin._names = self.length, list(self.block_table), list(self._names)
         for page in twin.block_table:
             self.pool.share(page)

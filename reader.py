@@ -138,10 +138,14 @@ class KeyReader:
 
     def _read_ahead(self, stop: int) -> None:
         from prompt_toolkit.input.typeahead import store_typeahead
+        from prompt_toolkit.keys import Keys
 
         keys = self._session.input
         while not keys.closed and select([keys, stop], [], [])[0] == [keys]:
-            store_typeahead(keys, keys.read_keys())
+            typed = keys.read_keys()
+            if any(press.key == Keys.ControlC for press in typed):  # where it is no signal; see keys_not_signals
+                os.kill(os.getpid(), signal.SIGINT)
+            store_typeahead(keys, [press for press in typed if press.key != Keys.ControlC])
 
     def dropped(self) -> str:
         """What stands in the line, or stood there when Ctrl-C dropped it."""

@@ -17,7 +17,19 @@ from pathlib import Path
 from conversation import LAST, ON_FULL, OPTIONS, Conversation, nearest, saved_sessions, session_file, told
 from explain import cache_report, tokens_report
 from reader import KEYS, KeyReader, LineReader, ask, from_editor, unquoted
-from show import CONTROL, MODES, ChatError, escapes_work, filled, note, of, short, stats_for, user_errors
+from show import (
+    CONTROL,
+    MODES,
+    ChatError,
+    escapes_work,
+    filled,
+    keys_not_signals,
+    note,
+    of,
+    short,
+    stats_for,
+    user_errors,
+)
 
 
 @dataclass(frozen=True)
@@ -54,10 +66,11 @@ class Repl:
             self.load(load)
             self.conversation.system = system or self.conversation.system
         try:
-            if text is not None:
-                self._try(lambda: self._say(text))
-            while not self.over:
-                self._try(lambda: self._take(self.reader.read()))
+            with keys_not_signals():
+                if text is not None:
+                    self._try(lambda: self._say(text))
+                while not self.over:
+                    self._try(lambda: self._take(self.reader.read()))
         finally:
             self._keep_last(leaving=True)
 

@@ -10,14 +10,20 @@ Shapes: ``T`` tokens of the pass, ``S`` tokens held, ``Hq``, ``Hkv`` heads, ``D`
 
 from __future__ import annotations
 
+import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+
+from storage import write_tensors
 
 
 class CacheFull(Exception):
@@ -281,3 +287,23 @@ class KVCache(ABC):
         except BaseException:
             self.truncate(0)
             raise
+
+    # -- on disk
+
+    def save(self, path: Path, tokens: list[int], metadata: dict[str, str]) -> None:
+        """Keep what is held in a safetensors file, with the tokens that it stands for and with ``metadata``, of which
+        "counts" is the JSON of ``counts``. Raises OSError, the old file being whole."""
+        state = ((f"cache.{name}", tensor) for name, tensor in self.state())
+        write_tensors(path, chain([("tokens", torch.tensor(tokens))], state), metadata)
+
+    def load(self, path: Path, metadata: dict[str, str]) -> None:
+        """Hold again what was saved with this ``metadata``. Raises CacheFull, nothing changed, when it does not fit,
+        and OSError, SafetensorError or ValueError for another file or a damaged one."""
+        counts = json.loads(metadata["counts"])
+        with safe_open(path, framework="pt") as file:
+            if file.metadata() != metadata:
+                raise ValueError(f"{path} was saved at another time")
+            for name, shape in self.shapes(counts).items():
+                if tuple(file.get_slice(f"cache.{name}").get_shape()) != shape:
+                    raise ValueError(f"{path}: {name} is not {shape}")
+            self.restore(counts, lambda name: file.get_tensor(f"cache.{name}"))

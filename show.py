@@ -11,7 +11,7 @@ import signal
 import sys
 import textwrap
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from time import perf_counter
 
 ENDINGS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
@@ -27,10 +27,11 @@ def user_errors() -> tuple[type[Exception], ...]:
     from generate import NotFinite, SessionError
     from lines import BatchError
     from model import ModelError
+    from parallel import RankError
     from tokenizer import TokenizerError
     from weights.get import GetError
 
-    return ChatError, BatchError, CacheFull, NotFinite, SessionError, ModelError, TokenizerError, GetError
+    return ChatError, BatchError, CacheFull, NotFinite, SessionError, ModelError, RankError, TokenizerError, GetError
 
 
 # ---- output
@@ -393,8 +394,8 @@ def terminal_mode(off: tuple[str, ...], on: tuple[str, ...] = ()) -> Iterator[bo
     switched = [*before[:3], before[3] & ~less | more, *before[4:]]
 
     def switch(mode: list) -> None:
-        with suppress(OSError):  # a terminal that is gone
-            if os.tcgetpgrp(terminal) == os.getpgrp():  # after bg, it is the shell's
+        with suppress(OSError, termios.error):  # a terminal that is gone
+            if is_foreign(terminal) or os.tcgetpgrp(terminal) == os.getpgrp():  # after bg, it is the shell's
                 termios.tcsetattr(terminal, termios.TCSANOW, mode)
 
     switch(switched)
@@ -404,6 +405,22 @@ def terminal_mode(off: tuple[str, ...], on: tuple[str, ...] = ()) -> Iterator[bo
     finally:
         signal.signal(signal.SIGCONT, continued)
         switch(before)
+
+
+def is_foreign(terminal: int) -> bool:
+    """Whether a terminal is that of another session of processes, as it is under torchrun: its Ctrl-C would reach them,
+    and not this one."""
+    try:
+        os.tcgetpgrp(terminal)
+        return False
+    except OSError:
+        return os.isatty(terminal)
+
+
+def keys_not_signals():
+    """Where Ctrl-C would end torchrun and the chat with it, it is a key as others are. A context manager."""
+    foreign = sys.stdin is not None and sys.stdin.isatty() and is_foreign(sys.stdin.fileno())
+    return terminal_mode(off=("ISIG",)) if foreign else nullcontext()
 
 
 def show(session, steps, output) -> None:
