@@ -141,6 +141,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--verify", action="store_true", help="recompute each step without the cache, and show the largest difference")
     add("--list", action="store_true", help="print the models that are here: in weights/ and in the Hugging Face cache")
     add("--plan", action="store_true", help="print what weights and caches take, from config.json alone")
+    add("--world", type=count, metavar="N", help="with --plan: what one of N ranks takes")
     add("--offline", action="store_true", help="never use the network")
     return parser.parse_args(argv)
 
@@ -271,24 +272,30 @@ def cache_of(args: argparse.Namespace) -> tuple[str, dict]:
 
 
 def plan(args: argparse.Namespace) -> None:
-    """Print what the weights and each kind of cache take, by config.json alone. Raises one of ``user_errors``."""
+    """Print what the weights and each kind of cache take, in all or on each of --world ranks, by config.json alone.
+    Raises one of ``user_errors``."""
     from cache import KINDS, free_memory
-    from model import DTYPES, Config, Llama, arithmetic, name_of
+    from model import DTYPES, Config, Llama, arithmetic, name_of, share
 
-    folder, device = model_folder(args.model, args.offline), device_of(args.device)
-    config = Config.from_folder(folder)
+    folder, device, world = model_folder(args.model, args.offline), device_of(args.device), args.world or 1
+    whole = Config.from_folder(folder)
+    config = share(whole, world)
     quantize = quantize_of(args)
     dtype = arithmetic(DTYPES.get(args.dtype), config.dtype, quantize, device)
     most = args.ctx_size or config.max_position_embeddings
-    weights = Llama.bytes_for(config, dtype, quantize)
-    heads = {"MHA": config.num_attention_heads, "GQA": config.num_key_value_heads, "MQA": 1}
-    own = {1: "MQA", config.num_attention_heads: "MHA"}.get(config.num_key_value_heads, "GQA")
+    weights = Llama.bytes_for(config, dtype, quantize, world)
+    heads = {"MHA": whole.num_attention_heads, "GQA": whole.num_key_value_heads, "MQA": 1}
+    own = {1: "MQA", whole.num_attention_heads: "MHA"}.get(whole.num_key_value_heads, "GQA")
     name = str(dtype).removeprefix("torch.")
     lengths = [n for n in (1024 << i for i in range(40)) if n < most] + [most]
 
     packed = f"{quantize}, computing in " if quantize else ""
     print(f"{name_of(folder)} in {packed}{name}: {config.num_hidden_layers} layers, {heads['MHA']} query heads")
     print(f"over {heads['GQA']} key/value heads ({own}) of {config.head_dim}\n")
+    if args.world:
+        print(
+            f"on each of {world} ranks, with {config.num_attention_heads} and {config.num_key_value_heads} of them:\n"
+        )
     print(f"weights                       {size(weights)}")
     costs: dict[tuple[int, ...], list[str]] = {}  # kinds that cost the same stand together
     for kind, cls in KINDS.items():
@@ -305,11 +312,12 @@ def plan(args: argparse.Namespace) -> None:
     for label, count in heads.items():
         if label == "GQA" and own != "GQA":
             continue
-        other = replace(config, num_key_value_heads=count)
+        other = share(replace(whole, num_key_value_heads=count), world)
         print(f"  {label}, {count:>3} heads              {size(KINDS['contiguous'].bytes_for(other, most, dtype))}")
-    free = free_memory(device)
+    free = free_memory(device) // (world if device.type == "cpu" else 1)  # ranks share a machine, and not a GPU
     fits = max(0, free - weights) // KINDS["contiguous"].bytes_for(config, 1, dtype)
-    print(f"\nfree on {device.type:<8}              {size(free)}")
+    each = " each" if args.world else ""
+    print(f"\n{f'free on {device.type}{each}':<30}{size(free)}")
     print(f"largest context that fits     {fits} tokens (the model was made for {config.max_position_embeddings})")
 
 
@@ -503,6 +511,8 @@ def run(argv: list[str] | None) -> int:
     if args.plan:
         plan(args)
         return 0
+    if args.world:
+        raise ChatError("--world is for --plan; to run on several ranks, start with torchrun --nproc-per-node N")
     if args.raw and args.system:
         raise ChatError("--system needs the chat template that --raw leaves out")
     if (args.output and not args.batch) or (args.pool and not (args.batch or args.samples)):

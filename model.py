@@ -455,6 +455,11 @@ class Llama(nn.Module):
     def device(self) -> torch.device:
         return self.norm.weight.device
 
+    @property
+    def place(self) -> str:
+        """Where it computes, for people; sizes are then those of one rank."""
+        return self.device.type if self.world == 1 else f"{self.world} ranks on {self.device.type}"
+
     @cached_property
     def fingerprint(self) -> str:
         """A digest of some values of every parameter, which tells models apart without reading all of them."""

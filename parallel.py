@@ -220,7 +220,7 @@ class Ending:
 
             with suppress(termios.error, OSError):
                 termios.tcsetattr(sys.stdin.fileno(), termios.TCSANOW, self._modes)
-                print("\x1b[?2004l\x1b[?25h", file=sys.stderr)
+                print("\x1b[?2004l\x1b[?25h\n\x1b[J", end="", file=sys.stderr)
 
 
 # ---- rank 0

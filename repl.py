@@ -89,7 +89,7 @@ class Repl:
     def _greet(self) -> None:
         cache, model = self.conversation.session.cache, self.conversation.session.model
         note(
-            f"{model.name}, {str(model.dtype).removeprefix('torch.')} on {model.device.type}; "
+            f"{model.name}, {str(model.dtype).removeprefix('torch.')} on {model.place}; "
             f"context {cache.capacity} tokens, {cache.bytes_per_token:,} bytes of cache each; /help lists the commands"
         )
 
@@ -158,7 +158,7 @@ class Repl:
             f"{used}/{cache.capacity} tokens, {then}",
             of(cache.bytes_used, cache.bytes_reserved),
             f"{turn.decode_tok_s:.1f} tok/s" if turn else "",
-            f"{model.name}, {str(model.dtype).removeprefix('torch.')} on {model.device.type}",
+            f"{model.name}, {str(model.dtype).removeprefix('torch.')} on {model.place}",
             f"branch {self.conversation.name}" if len(self.conversation.branches) > 1 else "",
         ]
         return " " + " │ ".join(filter(None, facts)).translate(CONTROL)
