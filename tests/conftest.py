@@ -55,7 +55,7 @@ def tiny_folder(folder: Path, initializer_range: float = 0.2, **settings) -> Pat
     return folder
 
 
-def successor_folder(folder: Path, chain: dict[int, int], context: int = 512) -> Path:
+def successor_folder(folder: Path, chain: dict[int, int], context: int = 512, heads: int = 1) -> Path:
     """A model that says ``chain``: after token t comes chain[t], after any other the stop token.
 
     Its layers add nothing and its head looks the next token up, so that a test can script what it says.
@@ -68,7 +68,7 @@ def successor_folder(folder: Path, chain: dict[int, int], context: int = 512) ->
         "hidden_size": size,
         "intermediate_size": 8,
         "num_hidden_layers": 1,
-        "num_attention_heads": 1,
+        "num_attention_heads": heads,
         "max_position_embeddings": context,
         "eos_token_id": 2,
         "torch_dtype": "float32",

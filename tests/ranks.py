@@ -127,7 +127,7 @@ def free_port() -> int:
 
 def started(world: int, *argv, **options) -> list[subprocess.Popen]:
     """A process for each rank, as torchrun starts them."""
-    known = {
+    known = {  # what torchrun says
         "WORLD_SIZE": world,
         "LOCAL_WORLD_SIZE": world,
         "MASTER_ADDR": "127.0.0.1",

@@ -73,7 +73,14 @@ class Terminal:
     """chat.py in a terminal, or a shell's command line: what a person sees and types."""
 
     def __init__(
-        self, state: Path, *argv, columns: int = 160, rows: int = 50, term: str = "xterm-256color", command: str = ""
+        self,
+        state: Path,
+        *argv,
+        columns: int = 160,
+        rows: int = 50,
+        term: str = "xterm-256color",
+        command: str = "",
+        start: float = 20,  # seconds that it may take
     ):
         self.screen = Xterm(columns, rows)
         self.stream = pyte.ByteStream(self.screen)
@@ -86,7 +93,7 @@ class Terminal:
             env=environment(TERM=term, XDG_STATE_HOME=str(state), PYTHONIOENCODING="utf-8"),
         )
         self.child.delaybeforesend = None
-        self.ready()
+        self.ready(start)
 
     def type(self, keys: str) -> None:
         self.child.send(keys)
@@ -107,9 +114,9 @@ class Terminal:
     def see(self, text: str) -> None:
         self.until(lambda: text in "\n".join(self.screen.shown))
 
-    def ready(self) -> None:
+    def ready(self, timeout: float = 20) -> None:
         """Wait for an empty prompt."""
-        self.until(lambda: self.screen.shown[self.screen.cursor.y] == ">" and self.screen.cursor.x == 2)
+        self.until(lambda: self.screen.shown[self.screen.cursor.y] == ">" and self.screen.cursor.x == 2, timeout)
 
     def say(self, text: str) -> list[str]:
         """Clear the screen, type ``text`` and Enter, and return the lines that come, up to the next prompt."""
