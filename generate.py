@@ -431,6 +431,23 @@ class Session:
         tokens = len(self.tokens)
         return Step(token, "", self.cache.held_at(tokens), self.cache.bytes_at(tokens), seconds)
 
+    def compile(self) -> tuple[float, float, float]:
+        """Have torch compile the steps, before anything is said: the seconds that it took, and tokens per second before
+        and after, measured."""
+        before, start = self._speed(), perf_counter()
+        self.model.compile_steps()
+        if self._graph:
+            self._graph = Graph(self.model, self.cache)
+        self._speed()
+        return perf_counter() - start, before, self._speed()
+
+    def _speed(self) -> float:
+        """Tokens per second of a short answer."""
+        for _ in self.generate([0] * 8, Sampling(temperature=1000, seed=0, max_tokens=17)):
+            pass
+        self.hold([])
+        return self.last.decode_tok_s
+
     # -- branches, and sessions on disk
 
     def fork(self) -> Session:

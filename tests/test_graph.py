@@ -1,6 +1,8 @@
 """graph.py and the cache it needs: a step reads nothing from the host, and a host that is a step behind changes no
 answer."""
 
+import shutil
+
 import pytest
 import torch
 from conftest import tiny_folder
@@ -110,6 +112,19 @@ def test_numbers_that_overflow_while_a_step_is_ahead_are_one_clear_error(session
     session.model.head = head
     assert session.cache.length <= len(PROMPT)
     assert tokens_of(session, PROMPT, Sampling(temperature=0, max_tokens=3))
+
+
+# ---- compiled
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no compiler")
+def test_compiled_steps_are_the_steps(tiny_gqa):
+    plain, fused = session_over(tiny_gqa), session_over(tiny_gqa)
+    seconds, before, after = fused.compile()
+    assert seconds > 0 and before > 0 and after > 0
+    assert (fused.tokens, fused.cache.length) == ([], 0)
+    sampling = Sampling(temperature=0, max_tokens=20)
+    assert tokens_of(fused, PROMPT, sampling) == tokens_of(plain, PROMPT, sampling)
 
 
 # ---- the cache
