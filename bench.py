@@ -5,6 +5,7 @@
     python bench.py --caches                 the kinds of cache: bytes, speed, error; a session restored
     python bench.py --batch                  16 answers together and one by one; the pages that 64 sequences waste
     python bench.py --plot docs/steps.png    time per step against position, cached and recomputed
+    torchrun --nproc-per-node 3 bench.py --ranks    one model over several processes; what their sums take
 
 Each engine lives in a process of its own, so that load time and memory are its own, and waits while another one is
 timed. Rounds are interleaved and medians compared: a machine's speed drifts, and ratios within one run do not.
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -379,6 +381,80 @@ def restore(folder: Path, tokens: int) -> dict[str, float]:
     return result | {"ratio": result["prefill_s"] / result["restore_s"]}
 
 
+class Part(Cached):
+    """One rank's part of this engine, which also counts the seconds that it spends in sums over ranks, waiting for the
+    others among them."""
+
+    def __init__(self, folder: Path):
+        import torch
+        from torch import distributed
+
+        from cache import make
+        from parallel import backend, load_part
+
+        distributed.init_process_group(backend())
+        self.model = load_part(str(folder), "cuda" if torch.cuda.is_available() else "cpu", None, None)
+        self.vocab_size, self.tokens, self.summing_s = self.model.config.vocab_size, [], 0.0
+        self.cache = make("contiguous", self.model.config, 1024, self.model.device, self.model.dtype)
+        for name in ("all_reduce", "all_gather"):
+            setattr(distributed, name, self._timed(getattr(distributed, name)))
+
+    def _timed(self, collective):
+        from generate import synchronize
+
+        def call(*args) -> None:
+            synchronize(self.model.device)  # what the rank computed before is not part of it
+            start = perf_counter()
+            collective(*args)
+            synchronize(self.model.device)
+            self.summing_s += perf_counter() - start
+
+        return call
+
+    def measure(self, work) -> tuple[float, float]:
+        """Seconds of ``work``, and those of them that went into sums over ranks."""
+        start, before = perf_counter(), self.summing_s
+        work()
+        return perf_counter() - start, self.summing_s - before
+
+
+def ranks(folder: Path, rounds: int) -> list[dict[str, float]]:
+    """For each rank of torchrun's: prefill of 512 and the steps after it, medians, and the memory that it takes."""
+    import torch
+    from torch import distributed
+
+    part, prefills, steps = Part(folder), [], []
+    prompt = torch.randint(part.vocab_size, (512,), generator=torch.Generator().manual_seed(0)).tolist()
+    for _ in range(rounds):
+        prefills.append(part.measure(lambda: part.prefill(prompt)))
+        steps += [part.measure(part.step) for _ in range(16)]
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    figures = {
+        "weights": sum(parameter.nbytes for parameter in part.model.parameters()),
+        "cache": part.cache.bytes_reserved,
+        "peak": peak,
+        **dict(zip(("prefill_s", "prefill_summing_s"), map(median, zip(*prefills, strict=True)), strict=True)),
+        **dict(zip(("step_s", "step_summing_s"), map(median, zip(*steps, strict=True)), strict=True)),
+    }
+    mine = torch.tensor(list(figures.values()), dtype=torch.float64, device=part.model.device)
+    of_all = [torch.empty_like(mine) for _ in range(distributed.get_world_size())]
+    distributed.all_gather(of_all, mine)
+    distributed.destroy_process_group()
+    return [dict(zip(figures, values.tolist(), strict=True)) for values in of_all]
+
+
+def print_ranks(result: list[dict[str, float]]) -> None:
+    print("rank      weights   cache of 1024   peak memory   prefill tok/s, in sums   decode tok/s, in sums")
+    for rank, row in enumerate(result):
+        sizes = "".join(f"{row[name] / 2**20:>{width}.1f} MiB" for name, width in zip(SIZES, (9, 12, 10), strict=True))
+        prefill = f"{512 / row['prefill_s']:>15.0f} {row['prefill_summing_s'] / row['prefill_s']:>7.0%}"
+        decode = f"{1 / row['step_s']:>15.1f} {row['step_summing_s'] / row['step_s']:>7.0%}"
+        print(f"{rank:>4}{sizes}{prefill}{decode}")
+
+
+SIZES = ("weights", "cache", "peak")
+
+
 def main() -> int:
     """Exit code: 0, or 2 for arguments that cannot be."""
     parser = argparse.ArgumentParser(description="Measure speed and memory, side by side in one run.")
@@ -392,6 +468,7 @@ def main() -> int:
     parser.add_argument("--text", type=int, default=2048, metavar="N", help="tokens of the text they read (2048)")
     parser.add_argument("--restore", type=int, default=8000, metavar="N", help="tokens restored from disk (8000)")
     parser.add_argument("--to", type=int, default=2048, metavar="N", help="last position of the plot (default: 2048)")
+    parser.add_argument("--ranks", action="store_true", help="under torchrun: one model over all ranks instead")
     parser.add_argument("--serve", choices=ENGINES, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rounds < 1 or args.to < 128:
@@ -399,6 +476,8 @@ def main() -> int:
     if args.serve:
         serve(args.serve, str(args.model))
         return 0
+    if args.ranks and "RANK" not in os.environ:
+        parser.error("--ranks needs torchrun: torchrun --nproc-per-node 2 bench.py --ranks")
     for package, wanted in {"matplotlib": args.plot, "transformers": args.peers}.items():
         if wanted and find_spec(package) is None:
             parser.error(f"{package} is not installed: pip install -r requirements-dev.txt")
@@ -413,6 +492,11 @@ def main() -> int:
     needed = (args.to if args.plot else 128 if args.batch else 512) + 32
     if needed > min(most, CONTEXT):
         parser.error(f"this needs a context of {needed} tokens, and there are {min(most, CONTEXT)}")
+    if args.ranks:
+        result = ranks(folder, args.rounds)
+        if os.environ["RANK"] == "0":
+            print(json.dumps(result)) if args.json else print_ranks(result)
+        return 0
     if args.plot:
         plot(args.plot, folder, args.to, args.rounds)
         return 0

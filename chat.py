@@ -234,6 +234,8 @@ def open_session(args: argparse.Namespace, name: str | None = None):
     kept = make(kind, llama, context, **options)
     note_long(context, llama.config)
     session = (VerifyingSession if args.verify else Session)(llama, kept, tokenizer)
+    if args.compile and llama.world > 1:
+        raise ChatError("--compile does not go with several ranks")
     if args.compile:
         note("compiled in {:.1f} s: {:.1f} tok/s before, {:.1f} after".format(*compiled(session)))
     if args.draft is not None:
