@@ -139,7 +139,10 @@ class Line:
             while "over" not in (message := self._receive()):
                 if "lost" in message:
                     raise Lost(f"rank {self.rank}: {message['lost']}")
-                self.arrived.put(message)
+                if "waited" in message:
+                    self._ending.waited(self.rank, message["waited"])
+                else:
+                    self.arrived.put(message)
             os._exit(0)
         except Lost as lost:
             self._ending.now(str(lost), aloud=self._mine < 2)  # rank 0 of another one, rank 1 of rank 0
@@ -174,11 +177,16 @@ def connected(store: distributed.Store, rank: int, world: int, ending: Ending) -
     alone = int(os.environ.get("LOCAL_WORLD_SIZE", world)) == world
     host = "127.0.0.1" if alone else os.environ["MASTER_ADDR"]
     if rank:
-        return [Line(socket.create_connection((host, int(store.get("chat port"))), SILENCE), rank, ending)]
+        line = Line(socket.create_connection((host, int(store.get("chat port"))), SILENCE), rank, ending)
+        line.arrived.get()  # all are there
+        return [line]
     with socket.create_server((host if alone else "", 0), backlog=world) as server:
         server.settimeout(ARRIVAL.total_seconds())
         store.set("chat port", str(server.getsockname()[1]))
-        return [Line(server.accept()[0], rank, ending) for _ in range(world - 1)]
+        lines = [Line(server.accept()[0], rank, ending) for _ in range(world - 1)]
+    for line in lines:
+        line.send({"here": world})
+    return lines
 
 
 def backend() -> str:
@@ -188,17 +196,29 @@ def backend() -> str:
 
 
 class Ending:
-    """How this process ends when ranks are lost: at once, from any thread, after one line, with the terminal as it was
-    found."""
+    """How this process ends when a rank is lost: at once, from any thread, after one line, with the terminal as it was
+    found. ``others`` are told; rank 0 has them."""
 
     def __init__(self):
-        self.others: list[Line] = []  # who are told
-        self._first, self._modes = Lock(), None
+        self.others: list[Line] = []
+        self._first, self._modes, self._waited = Lock(), None, {}
         with suppress(ImportError, AttributeError, OSError, ValueError):
             import termios
 
             with suppress(termios.error):
                 self._modes = termios.tcgetattr(sys.stdin.fileno())
+
+    def waited(self, rank: int, text: str) -> None:
+        """A rank waited in vain for others in a sum. Soon all have but the one that hangs; if it was lost, that is
+        heard of before."""
+        self._waited[rank] = f"rank {rank}: {text}"
+        if len(self._waited) == 1:
+            Thread(target=self._blame, daemon=True).start()
+
+    def _blame(self) -> None:
+        sleep(5)
+        hanging = [rank for rank in range(len(self.others) + 1) if rank not in self._waited]
+        self.now(f"rank {hanging[0]} hangs" if hanging else next(iter(self._waited.values())))
 
     def begin(self) -> None:
         """Tell the others that all is over, whatever they do. A second thread that wants to waits for the first."""
@@ -263,7 +283,7 @@ class Leader:
             try:
                 return self._shared(name, getattr(target._here, method)(*map(here, args)))
             except (RuntimeError, MemoryError) as error:
-                self.ending.now(f"rank 0: {why(error)}")
+                self._broken(error)
 
     def answered(self, target: Mirrored, method: str, *args):
         """Have every rank call a method that may fail on some of them. Raises what it raises here, or RankError."""
@@ -285,20 +305,20 @@ class Leader:
             try:
                 result = does(*map(here, args))
             except Exception as error:
-                if is_fatal(error):
-                    self.ending.now(f"rank 0: {why(error)}")
+                if is_for_memory(error):
+                    self._broken(error)
                 errors.append(error)
             for line in self.lines:
                 if error := line.arrived.get().get("error"):
                     errors.append(RankError(f"rank {line.rank}: {error}"))
-        result = self._shared(name, result)
+            result = self._shared(name, result)
         if errors:
             raise errors[0]
         return result
 
     def _tell(self, target: Mirrored | None, method: str, args: tuple, answer: bool) -> str:
         """Tell the others; the name that the result has among ranks."""
-        name, unused, self.unused[:] = str(next(self._numbers)), list(self.unused), []
+        name, unused = str(next(self._numbers)), [self.unused.pop() for _ in range(len(self.unused))]
         to, known = target and target._name, [told(arg) for arg in args]
         for line in self.lines:
             line.send({"do": method, "to": to, "args": known, "name": name, "answer": answer, "unused": unused})
@@ -309,6 +329,13 @@ class Leader:
 
     def _shared(self, name: str, result):
         return Mirrored(self, name, result) if isinstance(result, SHARED) else result
+
+    def _broken(self, error: Exception) -> None:
+        """Ends, since the others may wait for this rank, or it for them."""
+        if is_for_memory(error):
+            self.ending.now(f"rank 0: {no_memory(error)}")
+        self.ending.waited(0, described(error))
+        sleep(60)
 
 
 def here(arg: object) -> object:
@@ -361,7 +388,10 @@ class Follower:
             try:
                 self._do(self.line.arrived.get())
             except Exception as error:
-                self.line.send({"lost": why(error)})
+                if is_for_memory(error):
+                    self.line.send({"lost": no_memory(error)})
+                else:
+                    self.line.send({"waited" if isinstance(error, RuntimeError) else "lost": described(error)})
 
     def _do(self, message: dict) -> None:
         for name in message["unused"]:
@@ -374,7 +404,7 @@ class Follower:
             if isinstance(result, SHARED):
                 self.shared[message["name"]] = result
         except Exception as error:
-            if is_fatal(error) or not (message["answer"] or isinstance(error, CacheFull | ValueError)):
+            if is_for_memory(error) or not (message["answer"] or isinstance(error, CacheFull | ValueError)):
                 raise
             answer = {"error": first_line(error)}
         if message["answer"]:
@@ -433,16 +463,16 @@ FUNCTIONS = {"survey": survey_part, "load": load_part, "make": make_part}
 # ---- what goes wrong
 
 
-def is_fatal(error: Exception) -> bool:
-    """Whether a rank cannot go on after it, since its part may be lacking, or the others may wait for it in a sum."""
+def is_for_memory(error: Exception) -> bool:
+    """Whether memory ran out, other than for a cache that is refused in words."""
     return isinstance(error, MemoryError) or ("memory" in str(error) and not isinstance(error, CacheFull))
 
 
-def why(error: Exception) -> str:
-    """Why this rank cannot go on, in one line. Where a sum failed it is not to blame, and who is is heard of first."""
-    if is_fatal(error):
-        return f"no memory left ({first_line(error)})"
-    sleep(5)
+def no_memory(error: Exception) -> str:
+    return f"no memory left ({first_line(error)})"
+
+
+def described(error: Exception) -> str:
     return f"{type(error).__name__}: {first_line(error)}"
 
 

@@ -10,6 +10,8 @@ import signal
 import socket
 import subprocess
 import sys
+import time
+from datetime import timedelta
 from pathlib import Path
 from threading import Timer
 
@@ -152,6 +154,8 @@ def fail(fault: str) -> None:
             raise MemoryError
         if fault == "fault":
             raise ZeroDivisionError("so it goes")
+        if fault == "sleeps":
+            time.sleep(100)
         os.kill(os.getpid(), {"killed": signal.SIGKILL, "hangs": signal.SIGSTOP}[fault])
 
     model.MLP.forward = fails
@@ -168,6 +172,8 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    if "sleeps" in sys.argv:
+        parallel.PATIENCE = timedelta(seconds=5)
     if sys.argv[1] == "chat" and sys.argv[2] == os.environ["RANK"]:
         fail(sys.argv[3])
     sys.exit(parallel.run(main))

@@ -137,6 +137,7 @@ def test_the_plan_of_a_rank_counts_what_it_holds(folders, capsys):
         (2, "killed", "chat: rank 2 is gone"),
         (0, "killed", "chat: rank 0 is gone"),
         (1, "hangs", "chat: rank 1 has said nothing for 12 seconds"),
+        (1, "sleeps", "chat: rank 1 hangs"),
         (1, "memory", "chat: rank 1: no memory left (MemoryError)"),
         (0, "memory", "chat: rank 0: no memory left (MemoryError)"),
         (1, "fault", "chat: rank 1: ZeroDivisionError: so it goes"),
