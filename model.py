@@ -474,8 +474,8 @@ class Llama(nn.Module):
 
     @property
     def place(self) -> str:
-        """Where it computes, for people; sizes are then those of one rank."""
-        return self.device.type if self.world == 1 else f"{self.world} ranks on {self.device.type}"
+        """Where it computes, for people; sizes are those of this part."""
+        return self.device.type if self.world == 1 else f"{self.device.type}, one of {self.world} parts"
 
     @cached_property
     def fingerprint(self) -> str:

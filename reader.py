@@ -15,7 +15,7 @@ from select import select
 from threading import Thread
 
 from conversation import state_folder, told
-from show import CONTROL, ENDINGS, ChatError, note, reason, terminal_mode
+from show import CONTROL, ENDINGS, ChatError, is_foreign, note, reason, terminal_mode
 
 QUOTES = '"""'
 KEYS = {
@@ -63,7 +63,7 @@ def ask(prompt: str) -> str:
 class LineReader:
     """Reads lines where the terminal can do no more."""
 
-    answering = nullcontext
+    talking = answering = nullcontext
 
     def read(self, text: str = "") -> str:
         """What is typed, a message or a command, in place of ``text``. Raises EOFError and KeyboardInterrupt."""
@@ -112,6 +112,10 @@ class KeyReader:
         with self._orderly_endings():
             return self._session.prompt(default=quoted(text))
 
+    def talking(self):
+        """Where Ctrl-C would end torchrun, and the chat with it, it is a key as others are. A context manager."""
+        return terminal_mode(off=("ISIG",)) if is_foreign(sys.stdin.fileno()) else nullcontext()
+
     @contextmanager
     def answering(self) -> Iterator[None]:
         """Meanwhile, what is typed and pasted waits for the prompt, pastes marked as such.
@@ -143,7 +147,7 @@ class KeyReader:
         keys = self._session.input
         while not keys.closed and select([keys, stop], [], [])[0] == [keys]:
             typed = keys.read_keys()
-            if any(press.key == Keys.ControlC for press in typed):  # where it is no signal; see keys_not_signals
+            if any(press.key == Keys.ControlC for press in typed):  # where it is no signal; see ``talking``
                 os.kill(os.getpid(), signal.SIGINT)
             store_typeahead(keys, [press for press in typed if press.key != Keys.ControlC])
 

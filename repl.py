@@ -23,7 +23,6 @@ from show import (
     ChatError,
     escapes_work,
     filled,
-    keys_not_signals,
     note,
     of,
     short,
@@ -66,7 +65,7 @@ class Repl:
             self.load(load)
             self.conversation.system = system or self.conversation.system
         try:
-            with keys_not_signals():
+            with self.reader.talking():
                 if text is not None:
                     self._try(lambda: self._say(text))
                 while not self.over:

@@ -11,7 +11,7 @@ import signal
 import sys
 import textwrap
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from time import perf_counter
 
 ENDINGS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
@@ -415,12 +415,6 @@ def is_foreign(terminal: int) -> bool:
         return False
     except OSError:
         return os.isatty(terminal)
-
-
-def keys_not_signals():
-    """Where Ctrl-C would end torchrun and the chat with it, it is a key as others are. A context manager."""
-    foreign = sys.stdin is not None and sys.stdin.isatty() and is_foreign(sys.stdin.fileno())
-    return terminal_mode(off=("ISIG",)) if foreign else nullcontext()
 
 
 def show(session, steps, output) -> None:
