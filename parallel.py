@@ -28,7 +28,7 @@ from itertools import count
 from pathlib import Path
 from queue import Queue
 from threading import Lock, Thread
-from time import sleep
+from time import monotonic, sleep
 
 import torch
 from torch import Tensor, distributed
@@ -137,10 +137,8 @@ class Line:
     def _listen(self) -> None:
         try:
             while "over" not in (message := self._receive()):
-                if "lost" in message:
-                    raise Lost(f"rank {self.rank}: {message['lost']}")
-                if "waited" in message:
-                    self._ending.waited(self.rank, message["waited"])
+                if "trouble" in message:
+                    self._ending.heard(self.rank, **message)
                 else:
                     self.arrived.put(message)
             os._exit(0)
@@ -208,10 +206,12 @@ class Ending:
             with suppress(termios.error):
                 self._modes = termios.tcgetattr(sys.stdin.fileno())
 
-    def waited(self, rank: int, text: str) -> None:
-        """A rank waited in vain for others in a sum. Soon all have but the one that hangs; if it was lost, that is
-        heard of before."""
-        self._waited[rank] = f"rank {rank}: {text}"
+    def heard(self, rank: int, trouble: str, waited: bool) -> None:
+        """What a rank cannot go on after: an error of its own, or that it waited in vain for the others in a sum. Soon
+        all have, but the one that hangs."""
+        if not waited:
+            self.now(f"rank {rank}: {trouble}")
+        self._waited[rank] = f"rank {rank}: {trouble}"
         if len(self._waited) == 1:
             Thread(target=self._blame, daemon=True).start()
 
@@ -279,11 +279,12 @@ class Leader:
     def alike(self, target: Mirrored, method: str, *args):
         """Have every rank call a method that does the same on all of them. Raises what it raises."""
         with undisturbed():
-            name = self._tell(target, method, args, answer=False)
+            start = monotonic()
             try:
+                name = self._tell(target, method, args, answer=False)
                 return self._shared(name, getattr(target._here, method)(*map(here, args)))
             except (RuntimeError, MemoryError) as error:
-                self._broken(error)
+                self._end(error, start)
 
     def answered(self, target: Mirrored, method: str, *args):
         """Have every rank call a method that may fail on some of them. Raises what it raises here, or RankError."""
@@ -301,12 +302,12 @@ class Leader:
     def _all(self, target: Mirrored | None, method: str, does: Callable, args: tuple):
         result, errors = None, []
         with undisturbed():
-            name = self._tell(target, method, args, answer=True)
+            name, start = self._tell(target, method, args, answer=True), monotonic()
             try:
                 result = does(*map(here, args))
             except Exception as error:
                 if is_for_memory(error):
-                    self._broken(error)
+                    self._end(error, start)
                 errors.append(error)
             for line in self.lines:
                 if error := line.arrived.get().get("error"):
@@ -330,11 +331,9 @@ class Leader:
     def _shared(self, name: str, result):
         return Mirrored(self, name, result) if isinstance(result, SHARED) else result
 
-    def _broken(self, error: Exception) -> None:
-        """Ends, since the others may wait for this rank, or it for them."""
-        if is_for_memory(error):
-            self.ending.now(f"rank 0: {no_memory(error)}")
-        self.ending.waited(0, described(error))
+    def _end(self, error: Exception, start: float) -> None:
+        """The others may wait for this rank now, or it for them."""
+        self.ending.heard(0, **trouble(error, start))
         sleep(60)
 
 
@@ -385,13 +384,11 @@ class Follower:
     def run(self) -> None:
         """Follow, until rank 0 ends and this process with it."""
         while True:
+            message, start = self.line.arrived.get(), monotonic()
             try:
-                self._do(self.line.arrived.get())
+                self._do(message)
             except Exception as error:
-                if is_for_memory(error):
-                    self.line.send({"lost": no_memory(error)})
-                else:
-                    self.line.send({"waited" if isinstance(error, RuntimeError) else "lost": described(error)})
+                self.line.send(trouble(error, start))
 
     def _do(self, message: dict) -> None:
         for name in message["unused"]:
@@ -468,12 +465,14 @@ def is_for_memory(error: Exception) -> bool:
     return isinstance(error, MemoryError) or ("memory" in str(error) and not isinstance(error, CacheFull))
 
 
-def no_memory(error: Exception) -> str:
-    return f"no memory left ({first_line(error)})"
-
-
-def described(error: Exception) -> str:
-    return f"{type(error).__name__}: {first_line(error)}"
+def trouble(error: Exception, start: float) -> dict[str, object]:
+    """What ``Ending.heard`` is to hear of an error in something that began at ``start``."""
+    if is_for_memory(error):
+        return {"trouble": f"no memory left ({first_line(error)})", "waited": False}
+    waited = isinstance(error, RuntimeError) and monotonic() - start >= PATIENCE.total_seconds()
+    if not waited:
+        sleep(3)  # a sum fails at once where a rank is gone, and that is heard of before
+    return {"trouble": f"{type(error).__name__}: {first_line(error)}", "waited": waited}
 
 
 def first_line(error: Exception) -> str:

@@ -11,8 +11,10 @@ from ranks import answers, started
 from terminal import CHAT, Terminal
 
 import chat
-from cache import make
+import parallel
+from cache import KINDS, make
 from model import Checkpoint, Config, Llama, ModelError, load, share
+from paged import Pool
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +58,19 @@ def test_ranks_answer_as_one_process_does(world, state, folders, of_one):
 def test_three_ranks_answer_as_one_process_does_with_the_default_model(state, default_model):
     folders = {"default": str(default_model)}
     assert of_ranks(3, state, folders) == answers(state, folders)
+
+
+KNOWN_HERE = {
+    *("attend", "bytes_at", "bytes_each", "bytes_for", "held_at", "missing", "reusable", "shapes", "state"),
+    *("restore", "turn", "take", "share", "drop", "rename", "write", "copy"),  # done inside of what all are told
+}
+
+
+def test_whatever_changes_a_cache_is_done_by_every_rank():
+    told = {*parallel.ALIKE, *parallel.ANSWERED}
+    for kind in (*KINDS.values(), Pool):
+        methods = {name for name in dir(kind) if name[0] != "_" and callable(getattr(kind, name))}
+        assert methods - told <= KNOWN_HERE, f"is every rank told of these of {kind.__name__}?"
 
 
 # ---- a rank's part
