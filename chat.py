@@ -643,7 +643,7 @@ def abandon(stream) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    if "RANK" in os.environ:  # torchrun's
+    if {"RANK", "WORLD_SIZE"} <= os.environ.keys():  # torchrun's
         from parallel import run as run_rank
 
         sys.exit(run_rank(main))

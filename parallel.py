@@ -283,8 +283,10 @@ class Leader:
             try:
                 name = self._tell(target, method, args, answer=False)
                 return self._shared(name, getattr(target._here, method)(*map(here, args)))
-            except (RuntimeError, MemoryError) as error:
-                self._end(error, start)
+            except Exception as error:
+                if is_fatal(error):
+                    self._end(error, start)
+                raise
 
     def answered(self, target: Mirrored, method: str, *args):
         """Have every rank call a method that may fail on some of them. Raises what it raises here, or RankError."""
@@ -306,7 +308,7 @@ class Leader:
             try:
                 result = does(*map(here, args))
             except Exception as error:
-                if is_for_memory(error):
+                if is_fatal(error):
                     self._end(error, start)
                 errors.append(error)
             for line in self.lines:
@@ -314,6 +316,7 @@ class Leader:
                     errors.append(RankError(f"rank {line.rank}: {error}"))
             result = self._shared(name, result)
         if errors:
+            self.unused.append(name)  # by which some may know a result
             raise errors[0]
         return result
 
@@ -401,7 +404,7 @@ class Follower:
             if isinstance(result, SHARED):
                 self.shared[message["name"]] = result
         except Exception as error:
-            if is_for_memory(error) or not (message["answer"] or isinstance(error, CacheFull | ValueError)):
+            if is_fatal(error) or not (message["answer"] or isinstance(error, CacheFull | ValueError)):
                 raise
             answer = {"error": first_line(error)}
         if message["answer"]:
@@ -458,6 +461,11 @@ FUNCTIONS = {"survey": survey_part, "load": load_part, "make": make_part}
 
 
 # ---- what goes wrong
+
+
+def is_fatal(error: Exception) -> bool:
+    """Whether it leaves ranks at odds: what torch raises, and a lack of memory."""
+    return isinstance(error, RuntimeError) or is_for_memory(error)
 
 
 def is_for_memory(error: Exception) -> bool:

@@ -209,3 +209,18 @@ def test_a_chat_under_torchrun_is_interrupted_kept_and_gone_on_with(tmp_path, mo
     monkeypatch.setattr(sys, "stdin", None)
     assert chat.main(["--load", "two", "-p", "hello", "--model", str(model)]) == 2
     assert "its number of ranks is another" in capsys.readouterr().err
+
+
+# ---- figures
+
+
+def test_the_bench_of_ranks_tells_memory_and_what_sums_take(tmp_path):
+    model = successor_folder(tmp_path / "model", {}, context=1024, heads=2)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    asked = [str(CHAT.parent / "bench.py"), "--ranks", "--rounds", "1", "--json", "--model", str(model)]
+    done = subprocess.run([*torchrun, *asked], capture_output=True, text=True, timeout=120, check=True)
+    ranks = json.loads(done.stdout)
+    assert len(ranks) == 2
+    for rank in ranks:
+        assert rank["weights"] == Llama.bytes_for(share(Config.from_folder(model), 2), torch.float32, world=2)
+        assert 0 < rank["prefill_summing_s"] < rank["prefill_s"] and 0 < rank["step_summing_s"] < rank["step_s"]
