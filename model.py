@@ -16,7 +16,7 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from hashlib import sha256
 from pathlib import Path
 
@@ -555,11 +555,10 @@ class Checkpoint:
         if shape != (wanted := source.whole(world)):
             raise ModelError(f"{path}: {source.name} is {shape}, where config.json wants {wanted}")
 
-    def read(self, parts: list[Source], target: Tensor, rank: int) -> Tensor:
-        """Rank's part of stored tensors, one below the other in target, which is returned."""
+    def read(self, parts: list[Source], target: Tensor, rank: int) -> None:
+        """Put rank's part of stored tensors, one below the other, into target."""
         for source, rows in zip(parts, target.split([source.shape[0] for source in parts]), strict=True):
             self.copy(source, rows, rank)
-        return target
 
     def copy(self, source: Source, target: Tensor, rank: int) -> None:
         """Copy rank's part of a tensor, converting to target's dtype and device.
@@ -672,27 +671,51 @@ def load(
     arithmetic(dtype, None, quantize, device)  # before anything is read
     model, checkpoint, plan = survey(folder, world, quantize)
     dtype = arithmetic(dtype, checkpoint.dtype("model.embed_tokens.weight"), quantize, device)
+    model.rotary, model.name = Rotary(model.config, device), name_of(folder)
     for name, parts in plan.items():
-        module, leaf = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
-        packs = isinstance(module, Packed) and leaf == "weight"
-        kept = torch.float32 if isinstance(module, RMSNorm) else checkpoint.dtype(parts[0].name) if packs else dtype
-        try:
-            values = checkpoint.read(parts, torch.empty(getattr(module, leaf).shape, dtype=kept, device=device), rank)
-            if packs:
-                module.pack(values, dtype)
-            else:
-                setattr(module, leaf, fixed(values))
-            del values  # before there is room for the next one
-        except RuntimeError as error:  # OutOfMemoryError is one
-            if "memory" not in str(error):
-                raise
-            raise ModelError(
-                f"{folder}: no memory for the weights on {device} ({str(error).splitlines()[0]})"
-            ) from None
+        stored = checkpoint.dtype(parts[0].name)
+        module = place(model, name, device, dtype, stored, partial(checkpoint.read, parts, rank=rank))
         if any(source.dim == 1 for source in parts):
             module.world = world
-    model.rotary, model.name = Rotary(model.config, device), name_of(folder)
     return model.eval()
+
+
+def random_model(
+    config: Config, device: str | torch.device = "cpu", dtype: torch.dtype | None = None, quantize: str | None = None
+) -> Llama:
+    """A model of random weights, made where it computes: as fast and as large as a loaded one, and it says nothing.
+    Raises ModelError."""
+    dtype, generator = arithmetic(dtype, config.dtype, quantize, device), torch.Generator(device).manual_seed(0)
+    model = Llama(config, quantize)
+    model.rotary, model.name = Rotary(config, device), "random weights"
+    for name, _ in list(model.named_parameters()):
+        fill = partial(torch.Tensor.normal_, mean=float("norm" in name), std=0.02, generator=generator)
+        place(model, name, device, dtype, dtype, fill)
+    return model.eval()
+
+
+def place(
+    model: Llama, name: str, device: str | torch.device, dtype: torch.dtype, stored: torch.dtype, fill: Callable
+) -> nn.Module:
+    """Give a parameter memory and the values that ``fill`` writes there, in ``stored`` where they are packed, and
+    return the module that it belongs to. Raises ModelError when there is no memory."""
+    module, leaf = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
+    packs = isinstance(module, Packed) and leaf == "weight"
+    kept = torch.float32 if isinstance(module, RMSNorm) else stored if packs else dtype
+    try:
+        values = torch.empty(getattr(module, leaf).shape, dtype=kept, device=device)
+        fill(values)
+        if packs:
+            module.pack(values, dtype)
+        else:
+            setattr(module, leaf, fixed(values))
+    except RuntimeError as error:  # OutOfMemoryError is one
+        if "memory" not in str(error):
+            raise
+        raise ModelError(
+            f"{model.name}: no memory for the weights on {device} ({str(error).splitlines()[0]})"
+        ) from None
+    return module
 
 
 def name_of(folder: Path) -> str:
