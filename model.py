@@ -107,12 +107,13 @@ class Config:
         path = Path(folder) / "config.json"
         raw = read_json(path)
         try:
-            return cls._from_json(raw)
+            return cls.from_json(raw)
         except ModelError as error:
             raise ModelError(f"{path}: {error}") from None
 
     @classmethod
-    def _from_json(cls, raw: dict) -> Config:
+    def from_json(cls, raw: dict) -> Config:
+        """What a ``config.json`` says. Raises ModelError when it is not of this family."""
         if str(raw.get("model_type")) not in FAMILY:
             raise ModelError(f"model_type is {raw.get('model_type')!r}; supported: {', '.join(FAMILY)}")
         if quantized := raw.get("quantization_config"):
