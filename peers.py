@@ -66,7 +66,11 @@ class Transformers(Peer):
 
     @classmethod
     def prepare(cls, subject: Subject) -> None:
-        import transformers  # noqa: F401
+        from transformers import AutoModelForCausalLM  # noqa: F401
+        from transformers.utils import logging
+
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
 
     def __init__(self, row: str, subject: Subject):
         import torch

@@ -31,7 +31,7 @@ def draw(path: Path, title: str, times: dict[str, dict[int, float]], sizes: dict
 
 
 def cache_sizes(config, last: int) -> dict[str, dict[int, int]]:
-    """Bytes of caches of up to ``last`` tokens, as the classes count them: of a model as it is, in 16 bits and in fewer,
+    """Bytes of caches of up to ``last`` tokens, as the classes count them: of a model as it is, in 16 bits and fewer,
     and in 16 bits were it MHA or MQA."""
     import torch
 
