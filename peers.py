@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import asdict
+from inspect import signature
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -84,6 +85,8 @@ class Transformers(Peer):
             with torch.device(subject.device):
                 model = AutoModelForCausalLM.from_config(config, dtype=subject.dtype or config.dtype)
         self.model, self.static, self.caches = model.eval(), row == "transformers-static", {}
+        taken = signature(model.forward).parameters
+        self.keyword = "cache" if "cache" in taken else "past_key_values"  # the older name
         tied = model.config.tie_word_embeddings
         unread = None if tied else model.get_input_embeddings().weight
         self.bytes_per_step = sum(parameter.nbytes for parameter in model.parameters() if parameter is not unread)
@@ -107,7 +110,7 @@ class Transformers(Peer):
 
         ids = torch.tensor([tokens], device=self.model.device)
         with torch.inference_mode():
-            out = self.model(ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+            out = self.model(ids, **{self.keyword: self.cache}, use_cache=True, logits_to_keep=1)
         return out.logits[0, -1].argmax().item()
 
     def cache_bytes(self) -> int:
