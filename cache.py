@@ -24,6 +24,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -105,6 +106,35 @@ class ContiguousCache(KVCache):
 
     def _read(self, layer: int, first: int, last: int) -> Iterable[tuple[Tensor, Tensor]]:
         return (self.keys_values[layer, :, :, first:last],)
+
+
+class FlashCache(ContiguousCache):
+    """The same on CUDA, where a step reads nothing that the host decides: its position and the length stand in tensors
+    that ``extend`` writes and that stay where they are, and the kernel of flash.py takes them from there. So a CUDA
+    graph that has captured a step (graph.py) is right for each later one."""
+
+    def __init__(self, config, capacity: int, device: str | torch.device, dtype: torch.dtype):
+        super().__init__(config, capacity, device, dtype)
+        self._newest = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self._lengths = torch.zeros(1, dtype=torch.int32, device=self.device)
+        self._tables = torch.zeros((1, 1), dtype=torch.int32, device=self.device)  # all of it is one page
+
+    def extend(self, n: int) -> None:
+        super().extend(n)
+        if n == 1:
+            self.positions = self._newest.fill_(self.length - 1)
+            self._lengths.fill_(self.length)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if len(q) > 1:
+            return super().attend(layer, q, k, v)
+        from flash import paged_attention
+
+        for held, new in zip(self.keys_values[layer], (k, v), strict=True):
+            held.index_copy_(1, self._newest, new.to(self.dtype).transpose(0, 1))
+        window, keys_values = self.config.windows[layer], self.keys_values[layer]
+        args = self._tables, self._lengths, self.capacity
+        return paged_attention(q.to(self.dtype), *keys_values, *args, window=window)
 
 
 class WindowCache(KVCache):
@@ -404,6 +434,8 @@ def make(
         place, cls = torch.device("cpu"), cls if device.type == "cpu" else StagedCache
     else:
         place = device
+    if cls is ContiguousCache and device.type == "cuda" and find_spec("triton"):
+        cls = FlashCache
     needed, free = cls.bytes_for(config, capacity, dtype), free_memory(place)
     if needed > free and options.get("folder") is None:
         fits = capacity * free // needed

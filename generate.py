@@ -24,7 +24,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from cache import CacheFull, KVCache, NoCache
+from cache import CacheFull, FlashCache, KVCache, NoCache
+from graph import Graph, Reading
 from model import Llama
 from tokenizer import Stream, Tokenizer
 
@@ -272,6 +273,8 @@ class Session:
         self.on_pass: Callable[[], None] = lambda: None
         self.drafts = Drafts()
         self._chunk, self._weights = chunk_size(model), model.bytes_per_step
+        self._graph = Graph(model, cache) if isinstance(cache, FlashCache) else None
+        self._flying: tuple[Tensor, Tensor] | None = None  # logits and token of a step that is under way
         self.interrupted = False
 
     def generate(self, prompt_ids: list[int], sampling: Sampling = Sampling()) -> Iterator[Step]:
@@ -338,13 +341,12 @@ class Session:
         limit = room if sampling.max_tokens is None else min(room, sampling.max_tokens)
         sampler = Sampler(sampling, turn.seed, self.tokens, self.model.config.vocab_size, self.model.device)
         self.drafts.begin(self.tokens)
-        done = 0
+        self._flying, done = None, 0
+        step = self._ahead if self._graph and type(self.drafts) is Drafts else self._judged
         while done < limit and self.last is turn:
             start = perf_counter()
-            most = min(limit - done, self.cache.room) - 1
-            draft = self.drafts.propose(self.tokens, most) if done and most > 0 else []
             try:
-                logits = self._logits(draft)
+                tokens, logits = step(sampler, min(limit - done, max(1, self.cache.room)))
             except _Interrupted:
                 return
             except CacheFull:  # of pages that other sequences hold too
@@ -352,12 +354,7 @@ class Session:
                     raise
                 turn.stop = "context"
                 return
-            if not done:
-                synchronize(self.model.device)  # once a turn, so that prefill and decode are timed apart
-                turn.computed_tokens = turn.prompt_tokens - turn.reused_tokens
-                turn.prefill_s, start = perf_counter() - start, perf_counter()
-            tokens = self._drawn(sampler, logits, draft)
-            seconds = perf_counter() - start
+            seconds = perf_counter() - start - (0 if done else turn.prefill_s)
             turn.decode_s += seconds
             if done:
                 turn.decode_tokens += len(tokens)
@@ -373,6 +370,28 @@ class Session:
                 yield self._step(token, row[None], seconds / len(tokens))
         if done == limit:
             turn.stop = "length" if limit == sampling.max_tokens else "context"
+
+    def _judged(self, sampler: Sampler, most: int) -> tuple[list[int], Tensor]:
+        """The next tokens, one or as many as a draft foresaw but at most ``most``, and the logits that drew them."""
+        draft = self.drafts.propose(self.tokens, most - 1) if self.last.generated_tokens and most > 1 else []
+        logits = self._logits(draft)
+        return self._drawn(sampler, logits, draft), logits
+
+    def _ahead(self, sampler: Sampler, most: int) -> tuple[list[int], Tensor]:
+        """The next token and its logits, for a device that computes while the host reads: the step after it has begun
+        by then. Where the answer ends, that step is taken back (``_catch_up``)."""
+        if self._flying is None:
+            logits = self._logits([])
+            self._flying = logits, sampler.draw(logits[0])
+        elif self.interrupted:
+            raise _Interrupted
+        logits, drawn = self._flying
+        reading = Reading(drawn)
+        if most > 1:
+            self.cache.extend(1)
+            following = self._graph(drawn[None])
+            self._flying = following, sampler.draw(following[0])
+        return [finite(reading.value())], logits
 
     def _drawn(self, sampler: Sampler, logits: Tensor, draft: list[int]) -> list[int]:
         """The tokens that the rows of logits draw, as far as the draft says the same: behind another token, what was
@@ -402,11 +421,32 @@ class Session:
             if self.interrupted:
                 raise _Interrupted
             last = hidden[-1 - len(draft) :]
-        return self.model.head(last)
+        logits = self.model.head(last)
+        if not turn.generated_tokens:
+            synchronize(self.model.device)  # once a turn, so that prefill and decode are timed apart
+            turn.computed_tokens, turn.prefill_s = turn.prompt_tokens - turn.reused_tokens, perf_counter() - start
+        return logits
 
     def _step(self, token: int, logits: Tensor, seconds: float) -> Step:
         tokens = len(self.tokens)
         return Step(token, "", self.cache.held_at(tokens), self.cache.bytes_at(tokens), seconds)
+
+    def compile(self) -> tuple[float, float, float]:
+        """Have torch compile the steps, before anything is said: the seconds that it took, and tokens per second before
+        and after, measured."""
+        before, start = self._speed(), perf_counter()
+        self.model.compile_steps()
+        if self._graph:
+            self._graph = Graph(self.model, self.cache)
+        self._speed()
+        return perf_counter() - start, before, self._speed()
+
+    def _speed(self) -> float:
+        """Tokens per second of a short answer."""
+        for _ in self.generate([0] * 8, Sampling(temperature=1000, seed=0, max_tokens=17)):
+            pass
+        self.hold([])
+        return self.last.decode_tok_s
 
     # -- branches, and sessions on disk
 

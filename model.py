@@ -342,7 +342,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.device.type != "cpu":
+        if x.device.type != "cpu" or torch.compiler.is_compiling():
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         # There F.rms_norm is seven small operations; these four take 40% of its time. hypot adds eps under the root.
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True).hypot_(self._least)
@@ -365,7 +365,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: Config, layer: int, linear: Callable[..., Linear]):
         super().__init__()
-        self.layer, self.turned = layer, config.rotary[layer]
+        self.turned = config.rotary[layer]
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = config.head_dim
         rows, bias = (self.heads + 2 * self.kv_heads) * self.head_dim, config.attention_bias
@@ -374,7 +374,8 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [T, hidden_size] -> q [T, Hq, D], k and v [T, Hkv, D]: what the cache attends with."""
         qkv = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))
         qk, v = qkv.split((self.heads + self.kv_heads, self.kv_heads), 1)
         if self.q_norm is not None:
@@ -383,7 +384,7 @@ class Attention(nn.Module):
         if self.turned:
             qk = rotate(qk, cos, sin)
         q, k = qk.to(v.dtype).split((self.heads, self.kv_heads), 1)
-        return self.o_proj(kv_cache.attend(self.layer, q, k, v).flatten(1))
+        return q, k, v
 
 
 class MLP(nn.Module):
@@ -400,17 +401,25 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """One transformer block, pre-norm: attention, then the MLP, each added to the residual stream."""
+    """One transformer block, pre-norm: attention, then the MLP, each added to the residual stream. It is what lies
+    before the cache's ``attend``, and what lies behind it."""
 
     def __init__(self, config: Config, layer: int, linear: Callable[..., Linear]):
         super().__init__()
+        self.layer = layer
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = Attention(config, layer, linear)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config, linear)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, kv_cache)
+        return self.after(x, kv_cache.attend(self.layer, *self.before(x, cos, sin)))
+
+    def before(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.self_attn(self.input_layernorm(x), cos, sin)
+
+    def after(self, x: Tensor, y: Tensor) -> Tensor:
+        x = x + self.self_attn.o_proj(y.flatten(1))
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -445,6 +454,14 @@ class Llama(nn.Module):
     def head(self, hidden: Tensor) -> Tensor:
         """hidden [T, hidden_size] -> logits [T, vocab_size] float32."""
         return self.lm_head(self.norm(hidden)).float()
+
+    def compile_steps(self) -> None:
+        """Have torch.compile fuse the small operations of each layer, in passes of one token from now on. The first of
+        them takes as long as the compiling, once for all layers that are alike."""
+        before, after = (torch.compile(half, dynamic=False) for half in (Layer.before, Layer.after))
+        for layer in self.layers:
+            layer.before = _for_one_token(partial(before, layer), layer.before)
+            layer.after = _for_one_token(partial(after, layer), layer.after)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -482,6 +499,10 @@ class Llama(nn.Module):
         """Multiplications by a weight that one token takes."""
         matrices = [module for module in self.layers.modules() if isinstance(module, Linear)]
         return sum(matrix.inputs * matrix.outputs for matrix in [*matrices, self.lm_head])
+
+
+def _for_one_token(compiled: Callable, plain: Callable) -> Callable:
+    return lambda x, *others: (compiled if len(x) == 1 else plain)(x, *others)
 
 
 # ---- loading

@@ -7,6 +7,7 @@ makes sure).
 
 import json
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"
+# What ignores a signal (nohup, a job in the background) hands that on; a terminal, as the tests play it, does not.
+for name in ("SIGINT", "SIGHUP"):
+    if signal.getsignal(getattr(signal, name, None) or signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(getattr(signal, name), signal.SIG_DFL if name == "SIGHUP" else signal.default_int_handler)
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -676,6 +676,7 @@ def test_samples_follow_each_other_with_their_seeds(engine, no_stdin, capsys):
         (["--batch", __file__, "--cache", "none"], "--cache none"),
         (["--samples", "2", "-p", "hi", "--cache", "contiguous"], "--cache contiguous"),
         (["--batch", __file__, "-p", "hi"], "--prompt does not go with --batch"),
+        (["--batch", __file__, "--compile"], "--compile does not go with --batch"),
         (["--samples", "2", "-p", "hi", "--verify"], "--verify does not go with --samples"),
         (["--samples", "0", "-p", "hi"], "--samples"),
         (["-o", "x", "-p", "hi"], "--output needs --batch"),

@@ -167,6 +167,14 @@ def test_an_answer_is_the_same_with_a_draft(run, tiny_gqa, draft):
     assert run(*options, "--draft", tiny_gqa if draft == "itself" else draft) == run(*options)
 
 
+def test_compiling_without_a_compiler_is_refused_in_words(tiny_gqa, tmp_path):
+    nowhere = {"CXX": str(tmp_path / "none"), "PATH": str(tmp_path), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    process = start("--model", tiny_gqa, "-p", "hi", "--compile", "--device", "cpu", env=environment(**nowhere))
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, out) == (2, b"")
+    assert is_one_line(err.decode(), "--compile: torch cannot (", "C++ compiler")
+
+
 def test_a_draft_model_with_another_vocabulary_is_refused(run, tiny_gqa, successor):
     code, _, err = run("--model", tiny_gqa, "-p", "hi", "--draft", successor)
     assert code == 2 and "its vocabulary has 260 tokens and the model's 259" in err
