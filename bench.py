@@ -265,6 +265,7 @@ def measure(args: argparse.Namespace, subjects: dict[str, Subject], config, plan
         "dtype": subject.dtype,
         "hardware": hardware(subject.device),
         "threads": subject.threads,
+        "compiled": subject.compiled,
         "torch": torch.__version__,
         "date": date.today().isoformat(),
         "rounds": args.rounds,
@@ -303,7 +304,10 @@ def print_table(result: dict) -> None:
     """The result as Markdown."""
     machine, rows, prompt = result["machine"], result["rows"], result["prompt"]
     contexts = sorted({n for row in rows.values() for n in row["decode"]})
-    print(f"{result['model']} in {result['dtype']}, batch 1; {result['hardware']}, {result['threads']} threads;")
+    compiled = ", compiled" if result["compiled"] else ""
+    print(
+        f"{result['model']} in {result['dtype']}{compiled}, batch 1; {result['hardware']}, {result['threads']} threads;"
+    )
     print(f"torch {result['torch']}; {result['date']}; medians of {result['rounds']} interleaved rounds.")
     memory, matrices = machine["bandwidth"] / 1e9, machine["operations"] / 1e12
     print(f"The machine: memory {memory:.1f} GB/s, matrices {matrices:.2f} TFLOP/s.")
@@ -355,6 +359,7 @@ def parser() -> Parser:
     options.add_argument("--peers", action="store_true", help="measure transformers and llama.cpp too")
     options.add_argument("--rows", nargs="+", choices=OURS, metavar="ROW", help=f"which of {', '.join(OURS)}")
     options.add_argument("--contexts", nargs="+", type=int, metavar="N", help="tokens before a step")
+    options.add_argument("--compile", action="store_true", help="have torch compile the steps of this engine")
     options.add_argument("--rounds", type=int, default=5, metavar="N", help="how often each is measured (default: 5)")
     options.add_argument("--json", action="store_true", help="print the result as one JSON object")
     options.add_argument("--plot", type=Path, metavar="FILE", help="draw a step's time and a cache's bytes as well")
@@ -385,7 +390,8 @@ def subject_of(args: argparse.Namespace):
         model, checkpoint, _ = survey(weights)
         config, stored = model.config, checkpoint.dtype("model.embed_tokens.weight")
     dtype = args.dtype or str(stored).removeprefix("torch.")
-    return Subject(weights and str(weights), raw, args.device, dtype, torch.get_num_threads()), config
+    weights = None if weights is None else str(weights)
+    return Subject(weights, raw, args.device, dtype, torch.get_num_threads(), args.compile), config
 
 
 def plan_of(args: argparse.Namespace, config) -> Plan:

@@ -33,7 +33,8 @@ OURS = {
 class Subject:
     """What is measured: the weights in a model folder (for llama.cpp, a GGUF file), or random ones for a config.json.
 
-    device and dtype are torch's names; dtype None is the stored one. ``threads`` is for engines without torch.
+    device and dtype are torch's names; dtype None is the stored one. ``threads`` is for engines without torch, and
+    ``compiled`` for ours: whether torch compiles the steps.
     """
 
     weights: str | None
@@ -41,6 +42,7 @@ class Subject:
     device: str = "cpu"
     dtype: str | None = None
     threads: int = 1
+    compiled: bool = False
 
     def model(self, quantize: str | None = None):
         """A Llama of it. Raises ModelError."""
@@ -71,7 +73,7 @@ class Ours:
 
     def __init__(self, row: str, subject: Subject):
         self.kind, quantize = OURS[row]
-        self.model, self.sessions = subject.model(quantize), {}
+        self.model, self.compiled, self.sessions = subject.model(quantize), subject.compiled, {}
 
     def answer(self, prompt: list[int], steps: int, anew: bool) -> dict[str, float]:
         """Read a prompt, ``anew`` or but for its last token as it was read before, and take some steps after it.
@@ -91,6 +93,8 @@ class Ours:
         from cache import make
         from generate import Session
 
+        if self.compiled and not self.sessions:
+            self.model.compile_steps()  # with the first step, which is of the warm-up
         if length not in self.sessions:
             model = self.model
             cache = make(self.kind, model.config, length + ROOM, model.device, model.dtype)
