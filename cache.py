@@ -94,18 +94,19 @@ class ContiguousCache(KVCache):
         self.keys_values = self._memory(
             (config.num_hidden_layers, 2, config.num_key_value_heads, capacity, config.head_dim)
         )
+        self._layer = [layer.unbind() for layer in self.keys_values]  # K and V [Hkv, capacity, D] of each
 
     def _memory(self, shape: tuple[int, ...]) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def _store(self, layer: int, k: Tensor, v: Tensor) -> None:
-        end = self._span[1]
-        keys, values = self.keys_values[layer, :, :, end - k.shape[1] : end]
-        keys.copy_(k)
-        values.copy_(v)
+        tokens = k.shape[1]
+        for held, new in zip(self._layer[layer], (k, v), strict=True):
+            held.narrow(1, self._span[1] - tokens, tokens).copy_(new)
 
     def _read(self, layer: int, first: int, last: int) -> Iterable[tuple[Tensor, Tensor]]:
-        return (self.keys_values[layer, :, :, first:last],)
+        keys, values = self._layer[layer]
+        return ((keys.narrow(1, first, last - first), values.narrow(1, first, last - first)),)
 
 
 class FlashCache(ContiguousCache):
@@ -130,11 +131,10 @@ class FlashCache(ContiguousCache):
             return super().attend(layer, q, k, v)
         from flash import paged_attention
 
-        for held, new in zip(self.keys_values[layer], (k, v), strict=True):
+        for held, new in zip(self._layer[layer], (k, v), strict=True):
             held.index_copy_(1, self._newest, new.to(self.dtype).transpose(0, 1))
-        window, keys_values = self.config.windows[layer], self.keys_values[layer]
-        args = self._tables, self._lengths, self.capacity
-        return paged_attention(q.to(self.dtype), *keys_values, *args, window=window)
+        where, window = (self._tables, self._lengths, self.capacity), self.config.windows[layer]
+        return paged_attention(q.to(self.dtype), *self._layer[layer], *where, window=window)
 
 
 class WindowCache(KVCache):
