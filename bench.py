@@ -305,10 +305,9 @@ def print_table(result: dict) -> None:
     machine, rows, prompt = result["machine"], result["rows"], result["prompt"]
     contexts = sorted({n for row in rows.values() for n in row["decode"]})
     compiled = ", compiled" if result["compiled"] else ""
-    print(
-        f"{result['model']} in {result['dtype']}{compiled}, batch 1; {result['hardware']}, {result['threads']} threads;"
-    )
-    print(f"torch {result['torch']}; {result['date']}; medians of {result['rounds']} interleaved rounds.")
+    print(f"{result['model']} in {result['dtype']}{compiled}, batch 1; {result['hardware']};")
+    when = f"{result['date']}; medians of {result['rounds']} interleaved rounds"
+    print(f"torch {result['torch']}, threads: {result['threads']}; {when}.")
     memory, matrices = machine["bandwidth"] / 1e9, machine["operations"] / 1e12
     print(f"The machine: memory {memory:.1f} GB/s, matrices {matrices:.2f} TFLOP/s.")
     if started := result["startup"]:
