@@ -137,7 +137,7 @@ class Repl:
         session = self.conversation.session
         cache, model, turn = session.cache, session.model, session.last
         left = self.conversation.left
-        used, then = cache.capacity - left, f"{left} left"
+        used, then = cache.longest - left, f"{left} left"
         if cache.longest > cache.capacity:
             used, then = cache.held, f"{cache.forgotten} in the middle forgotten"
         facts = [
