@@ -7,7 +7,7 @@
     python bench.py --caches                               the kinds of cache: bytes, speed, error; a session restored
     python bench.py --batch                                16 answers together and one by one; what 64 sequences waste
 
-Each engine lives in a process of its own (engines.py, peers.py). After a warm-up, rounds are interleaved and medians
+Each engine lives in a process of its own (measure/). After a warm-up, rounds are interleaved and medians
 compared: a machine's speed drifts, and ratios within one run do not. What the machine itself can do is measured in the
 same rounds, and figures are given as shares of it.
 """
@@ -30,8 +30,8 @@ from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import NamedTuple, NoReturn
 
-from engines import OURS, ROOM, Engine, Stopped, Subject
-from peers import LLAMA_CPP, TRANSFORMERS, PeerError, write_gguf
+from measure.engines import OURS, ROOM, Engine, Stopped, Subject
+from measure.peers import LLAMA_CPP, TRANSFORMERS, PeerError, write_gguf
 
 HERE = Path(__file__).parent
 LOADED = 2**31  # about so many bytes are written to a file and loaded, where weights are random
@@ -385,7 +385,7 @@ def subject_of(args: argparse.Namespace):
         config = Config.from_json(raw)
         stored = config.dtype or torch.bfloat16
     else:
-        weights = args.model or get.default_model()
+        weights = (args.model or get.default_model()).resolve()
         model, checkpoint, _ = survey(weights)
         config, stored = model.config, checkpoint.dtype("model.embed_tokens.weight")
     dtype = args.dtype or str(stored).removeprefix("torch.")
@@ -426,7 +426,7 @@ def peers_of(subject: Subject, work: Path) -> dict[str, Subject]:
 
 def other_tables(args: argparse.Namespace, subject: Subject) -> None:
     """What is measured instead of the table."""
-    from compare import caches, print_caches, print_together, restore, together
+    from measure.compare import caches, print_caches, print_together, restore, together
 
     if args.batch:
         result = together(subject, args.rounds)
@@ -465,7 +465,7 @@ def main() -> int:
     except (ModelError, GetError, ValueError, Stopped) as error:
         options.error(str(error))
     if args.plot:
-        from plots import cache_sizes, draw
+        from measure.plots import cache_sizes, draw
 
         title = f"{result['model']} in {result['dtype']}; {result['hardware']}"
         draw(args.plot, title, result["steps_ms"], cache_sizes(config, args.to))

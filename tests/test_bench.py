@@ -12,11 +12,11 @@ from safetensors import safe_open
 
 import bench
 from cache import make
-from engines import Silent, Subject
 from generate import Sampling, Session, passes
+from measure.engines import Silent, Subject
+from measure.peers import LLAMA_CPP, TRANSFORMERS, LlamaCpp, PeerError, Transformers, write_gguf
+from measure.plots import cache_sizes
 from model import Config, Llama, load, random_model
-from peers import LLAMA_CPP, TRANSFORMERS, LlamaCpp, PeerError, Transformers, write_gguf
-from plots import cache_sizes
 from weights.get import half_split, tensor_names
 
 SHAPE = {

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from statistics import median
 from time import perf_counter
 
@@ -151,7 +152,7 @@ def engine_class(row: str) -> type:
         return Ours
     if row == "roof":
         return Roof
-    from peers import LlamaCpp, Transformers
+    from measure.peers import LlamaCpp, Transformers
 
     return Transformers if row.startswith("transformers") else LlamaCpp
 
@@ -208,9 +209,10 @@ class Engine:
     """A process that runs ``serve``. Raises Stopped wherever it stops."""
 
     def __init__(self, row: str, subject: Subject):
-        command = [sys.executable, __file__, row, json.dumps(asdict(subject))]
+        command = [sys.executable, "-m", "measure.engines", row, json.dumps(asdict(subject))]
         self.row, self.subject = row, subject
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self.process = subprocess.Popen(command, cwd=Path(__file__).parent.parent, **pipes)
         self.load_s = self._answer()["load_s"]
 
     def ask(self, **what) -> dict[str, float]:

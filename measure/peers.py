@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 from time import perf_counter
 
-from engines import ROOM, Subject
+from measure.engines import ROOM, Subject
 
 TRANSFORMERS = ("transformers-dynamic", "transformers-static")
 # Row of the table -> how GGUF keeps the matrices (None: as they are stored), and our row of equal bytes a weight.

@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median
 from time import perf_counter
 
-from engines import Silent, Subject
+from measure.engines import Silent, Subject
 
 # ---- the kinds of cache
 
