@@ -1,14 +1,16 @@
 """Speed and memory, measured side by side in one run.
 
-    python bench.py                          load, prefill and decode of this engine, cached and recomputed
-    python bench.py --peers                  transformers beside it, on the same weights, prompts and threads
-    python bench.py --caches                 the kinds of cache: bytes, speed, error; a session restored
-    python bench.py --batch                  16 answers together and one by one; the pages that 64 sequences waste
-    python bench.py --plot docs/steps.png    time per step against position, cached and recomputed
-    torchrun --nproc-per-node 3 bench.py --ranks    one model over several processes; what their sums take
+    python bench.py                                        this engine: with a cache and without, weights in fewer bits
+    python bench.py --peers                                transformers and llama.cpp beside it
+    python bench.py --plot docs/steps.png                  draw what a step takes, and what a cache
+    python bench.py --synthetic llama-3.1-8b --device cuda  random weights of that shape: nothing is downloaded
+    python bench.py --caches                               the kinds of cache: bytes, speed, error; a session restored
+    python bench.py --batch                                16 answers together and one by one; what 64 sequences waste
+    torchrun --nproc-per-node 3 bench.py --ranks           one model over several processes; what their sums take
 
-Each engine lives in a process of its own, so that load time and memory are its own, and waits while another one is
-timed. Rounds are interleaved and medians compared: a machine's speed drifts, and ratios within one run do not.
+Each engine lives in a process of its own (measure/). After a warm-up, rounds are interleaved and medians
+compared: a machine's speed drifts, and ratios within one run do not. What the machine itself can do is measured in the
+same rounds, and figures are given as shares of it.
 """
 
 from __future__ import annotations
@@ -16,508 +18,469 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
+import platform
+import random
 import subprocess
 import sys
 from dataclasses import replace
+from datetime import date
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from time import perf_counter
+from typing import NamedTuple, NoReturn
 
-CONTEXT = 8192  # most tokens that are measured
+from measure.engines import OURS, ROOM, Engine, Stopped, Subject
+from measure.peers import LLAMA_CPP, TRANSFORMERS, PeerError, write_gguf
 
-
-class Cached:
-    """This engine; ``kind`` is its cache."""
-
-    kind = "contiguous"
-
-    def __init__(self, folder: str):
-        from cache import make
-        from model import load
-
-        self.model = load(folder)
-        config = self.model.config
-        self.vocab_size, capacity = config.vocab_size, min(config.max_position_embeddings, CONTEXT)
-        self.cache = make(self.kind, config, capacity, self.model.device, self.model.dtype)
-        self.tokens: list[int] = []
-
-    def prefill(self, tokens: list[int]) -> None:
-        self.cache.truncate(0)
-        self.tokens = list(tokens)
-        self.step()
-
-    def step(self) -> None:
-        from generate import chunk_size, passes
-
-        for hidden in passes(self.model, self.cache, self.tokens, chunk_size(self.model)):
-            last = hidden[-1:]
-        self.tokens.append(self.model.head(last).argmax().item())
+HERE = Path(__file__).parent
+LOADED = 2**31  # about so many bytes are written to a file and loaded, where weights are random
 
 
-class Recomputed(Cached):
-    """This engine without a cache."""
+class Plan(NamedTuple):
+    """What is measured on a device: steps after so many tokens, of which prompts up to ``prompt`` are read anew in each
+    round; and the rows. On a GPU, they have to fit its memory together."""
 
-    kind = "none"
-
-
-class Transformers:
-    """Hugging Face transformers with its default cache, on the same weights in the same dtype."""
-
-    def __init__(self, folder: str):
-        from transformers import AutoModelForCausalLM
-
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
-        self.vocab_size = self.model.config.vocab_size
-
-    def prefill(self, tokens: list[int]) -> None:
-        self.cache, self.next = None, [tokens]
-        self.step()
-
-    def step(self) -> None:
-        import torch
-
-        with torch.inference_mode():
-            out = self.model(torch.tensor(self.next), past_key_values=self.cache, use_cache=True, logits_to_keep=1)
-        self.cache, self.next = out.past_key_values, [[out.logits[0, -1].argmax().item()]]
+    contexts: tuple[int, ...]
+    prompt: int
+    rows: tuple[str, ...]
 
 
-ENGINES = {"cached": Cached, "recomputed": Recomputed, "transformers": Transformers}
-
-
-def serve(name: str, folder: str) -> None:
-    """Be one engine: load, say how long it took, then time what each line of stdin asks for."""
-    import torch
-
-    rng = torch.Generator().manual_seed(0)
-    start = perf_counter()
-    engine = ENGINES[name](folder)
-    print(json.dumps({"load_s": perf_counter() - start, "threads": torch.get_num_threads()}), flush=True)
-    for line in sys.stdin:
-        ask = json.loads(line)
-        prompt = torch.randint(engine.vocab_size, (ask["prompt"],), generator=rng).tolist()
-        start = perf_counter()
-        engine.prefill(prompt)
-        prefill, steps = perf_counter() - start, []
-        for _ in range(ask["steps"]):
-            start = perf_counter()
-            engine.step()
-            steps.append(perf_counter() - start)
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-        print(json.dumps({"prefill_s": prefill, "step_s": median(steps) if steps else 0, "peak": peak}), flush=True)
-
-
-class Engine:
-    """A process that runs ``serve``."""
-
-    def __init__(self, name: str, folder: Path):
-        command = [sys.executable, __file__, "--serve", name, "--model", str(folder)]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.load = self._answer()
-
-    def measure(self, prompt: int, steps: int) -> dict:
-        """{"prefill_s", "step_s", "peak"} of a prompt of that many tokens and the steps after it."""
-        print(json.dumps({"prompt": prompt, "steps": steps}), file=self.process.stdin, flush=True)
-        return self._answer()
-
-    def _answer(self) -> dict:
-        if line := self.process.stdout.readline():
-            return json.loads(line)
-        sys.exit("bench: an engine stopped; what it said stands above")
-
-    def close(self) -> None:
-        self.process.stdin.close()
-        self.process.wait()
-
-
-def table(names: list[str], folder: Path, rounds: int) -> dict:
-    """Measure the engines in turn, ``rounds`` times after a warm-up; medians."""
-    engines = {name: Engine(name, folder) for name in names}
-    runs: dict[str, list[dict]] = {name: [] for name in names}
-    for turn in range(rounds + 1):
-        for name, engine in engines.items():
-            steps = 3 if name == "recomputed" else 24
-            short, long = engine.measure(32, steps), engine.measure(512, steps)
-            if turn:
-                speeds = {"prefill_512": 512 / long["prefill_s"], "decode_32": 1 / short["step_s"]}
-                runs[name].append({**speeds, "decode_512": 1 / long["step_s"], "peak_mib": long["peak"] / 2**20})
-    result = {}
-    for name, engine in engines.items():
-        engine.close()
-        result[name] = {key: median(run[key] for run in runs[name]) for key in runs[name][0]} | engine.load
-    return result
-
-
-def print_table(result: dict) -> None:
-    heads = ("load s", "prefill 512", "decode @32", "decode @512", "peak MiB")
-    print("tok/s, medians" + "".join(f"{head:>13}" for head in heads))
-    for name, row in result.items():
-        speeds = f"{row['prefill_512']:>13.0f}{row['decode_32']:>13.1f}{row['decode_512']:>13.1f}"
-        print(f"{name:14}{row['load_s']:>13.2f}{speeds}{row['peak_mib']:>13.0f}")
-    ours = result["cached"]
-    for name, row in result.items():
-        if name != "cached":
-            ratios = {key: ours[key] / row[key] for key in ("prefill_512", "decode_32", "decode_512")}
-            print(f"cached / {name}: " + ", ".join(f"{key} {ratio:.2f} x" for key, ratio in ratios.items()))
-
-
-class Silent:
-    """A tokenizer for which no token ends an answer, and none is text."""
-
-    stop_ids, strips_first_space = frozenset(), False
-
-    def piece(self, token: int) -> bytes:
-        return b""
-
-
-def together(folder: Path, rounds: int) -> dict[str, float]:
-    """Measure 16 answers of 32 tokens, to prompts of 8 to 128, one by one and together: tokens per second, medians of
-    interleaved rounds. And what 64 sequences of mixed lengths reserve but do not use, in pages and in one slab each."""
-    import torch
-
-    from batch import Batch
-    from cache import make
-    from generate import Sampling, Session
-    from model import load
-    from paged import PagedCache, Pool
-
-    model, rng = load(folder), torch.Generator().manual_seed(0)
-    config, context = model.config, min(model.config.max_position_embeddings, 2048)
-    sampling, runs = Sampling(temperature=0, max_tokens=32), {"one by one": [], "together": []}
-
-    def prompts(count: int) -> list[list[int]]:
-        lengths = [8 + 120 * i // (count - 1) for i in range(count)]
-        return [torch.randint(config.vocab_size, (length,), generator=rng).tolist() for length in lengths]
-
-    def batch_of(asked: list[list[int]]) -> Batch:
-        batch = Batch(model, Silent(), Pool(config, 16 * len(asked), model.device, model.dtype), context)
-        for i, prompt in enumerate(asked):
-            batch.add(i, prompt, sampling)
-        return batch
-
-    session = Session(model, make("contiguous", config, context, model.device, model.dtype), Silent())
-    for turn in range(rounds + 1):
-        asked = prompts(16 if turn else 2)  # first a warm-up
-        start = perf_counter()
-        for prompt in asked:
-            for _ in session.generate(prompt, sampling):
-                pass
-        middle, batch = perf_counter(), batch_of(asked)
-        while batch.busy:
-            batch.step()
-        if turn:
-            runs["one by one"].append(16 * 32 / (middle - start))
-            runs["together"].append(16 * 32 / (perf_counter() - middle))
-
-    # What is reserved does not depend on the layers, so one is enough.
-    one = replace(config, num_hidden_layers=1, windows=(None,), rotary=(True,))
-    pool = Pool(one, 64 * context // 16, "cpu", model.dtype)
-    lengths = torch.randint(1, context + 1, (64,), generator=rng).tolist()
-    for length in lengths:
-        PagedCache(one, context, "cpu", model.dtype, pool).extend(length)
-    reserved = (len(pool.references) - pool.free) * pool.page_size
-    wasted = {"wasted in pages": reserved - sum(lengths), "in slabs": 64 * context - sum(lengths)}
-    return {name: median(speeds) for name, speeds in runs.items()} | wasted
-
-
-def print_together(result: dict[str, float]) -> None:
-    alone, speed, waste, slabs = result.values()
-    print(f"16 answers one by one {alone:.1f} tok/s, together {speed:.1f} tok/s: {speed / alone:.2f} x")
-    print(f"64 sequences waste {waste} tokens in pages, {slabs} in slabs: {100 * waste / slabs:.2f} %")
-
-
-def plot(path: Path, folder: Path, last: int, rounds: int) -> None:
-    """Draw the time of one step at several positions, cached and recomputed; medians of interleaved rounds."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    positions = [16, *range(last // 8, last + 1, last // 8)]
-    figure, axes = plt.subplots(figsize=(7, 4))
-    labels = {"recomputed": "recomputed (--cache none)", "cached": "cached (--cache contiguous)"}
-    engines = {name: Engine(name, folder) for name in labels}
-    times: dict[str, dict[int, list[float]]] = {name: {n: [] for n in positions} for name in engines}
-    for _ in range(rounds):
-        for n in positions:
-            for name, engine in engines.items():
-                times[name][n].append(engine.measure(n, 1 if name == "recomputed" else 10)["step_s"] * 1e3)
-    for name, engine in engines.items():
-        engine.close()
-        medians = [median(times[name][n]) for n in positions]
-        axes.plot(positions, medians, marker="o", label=labels[name])
-        print(name, *(f"{n}: {ms:.1f} ms" for n, ms in zip(positions, medians, strict=True)))
-    axes.set(xlabel="tokens before the step", ylabel="ms per step", title=folder.name, ylim=0)
-    axes.legend()
-    axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=110, bbox_inches="tight")
-
-
-# ---- the kinds of cache
-
-# When to use which: what the table ends with.
-USES = {
-    "contiguous": "one conversation: the fastest",
-    "paged": "branches, samples, batches: what they share is held once",
-    "int8": "twice the context in the same memory",
-    "int4": "three times the context in the same memory",
-    "offload": "a cache larger than the device, or, in a file, than the memory",
-    "window": "models with sliding windows: holds the window alone",
-    "sinks": "chats without end: the middle is forgotten",
-    "none": "to see what a cache is for",
+PLANS = {
+    "cpu": Plan((128, 512, 4096), 512, tuple(OURS)),
+    "mps": Plan((128, 512, 4096), 512, tuple(OURS)),
+    "cuda": Plan((128, 1024, 4096, 8192, 32768), 8192, ("contiguous", "int8-weights", "int4-weights", "none")),
 }
 
 
-def text_ids(tokenizer, count: int) -> list[int]:
-    """The first tokens of an English text that every Python brings: parts of its language reference."""
-    from pydoc_data.topics import topics
-
-    longest = sorted(topics.values(), key=len, reverse=True)
-    return tokenizer.encode("\n".join(longest[:8]))[:count]
+# ---- shapes
 
 
-def read_through(model, cache, ids: list[int]):
-    """logits [T - 1, vocab_size] of each token of a text but the last, 16 tokens a pass, so that nearly all of what
-    each one reads is in the cache, as in an answer."""
-    import torch
-
-    from generate import passes
-
-    return torch.cat([model.head(hidden) for hidden in passes(model, cache, ids[:-1], 16)])
-
-
-def caches(folder: Path, rounds: int, tokens: int) -> dict[str, dict]:
-    """What each kind of cache costs, how fast a step after 512 tokens is beside the contiguous kind's, and how far
-    the logits on a text of ``tokens`` are from its logits."""
-    import torch
-    from torch.nn.functional import cross_entropy
-
-    from cache import KINDS, make
-    from generate import chunk_size, passes
-    from model import Config, load
-    from tokenizer import Tokenizer
-
-    model, ids = load(folder), text_ids(Tokenizer.from_folder(folder), tokens)
-    llama_8b = Config(128256, 4096, 14336, 32, 32, 8)
-    kinds = {kind: make(kind, model.config, tokens, model.device, model.dtype) for kind in USES}
-    result = {
-        kind: {
-            "bytes_per_token": cache.bytes_per_token,
-            "bytes_per_token_8b": KINDS[kind].bytes_each(llama_8b, torch.bfloat16),
-            "use": USES[kind],
-        }
-        for kind, cache in kinds.items()
+def llama3(hidden: int, inner: int, layers: int, heads: int, factor: float, tied: bool) -> dict:
+    """The config.json of a Llama 3.1 or 3.2, as published: all have 8 key/value heads, and the same vocabulary."""
+    scaling = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    return {
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 8,
+        "head_dim": hidden // heads,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "rope_scaling": scaling | {"original_max_position_embeddings": 8192},
+        "tie_word_embeddings": tied,
+        "torch_dtype": "bfloat16",
     }
 
-    def step(cache, n: int) -> float:
-        start = perf_counter()
-        for _ in passes(model, cache, ids[:n], chunk_size(model)):
-            pass
-        return perf_counter() - start
 
-    times: dict[str, list[float]] = {kind: [] for kind in kinds}
-    for turn in range(rounds + 1):
-        for kind, cache in kinds.items():
-            cache.truncate(0)
-            step(cache, 512)
-            steps = [step(cache, n) for n in range(513, 514 if kind == "none" else 545)]
-            times[kind] += [median(steps)] if turn else []  # the first round is a warm-up
-    target, reference = torch.tensor(ids[1:]), None
-    for kind, cache in kinds.items():
-        ratios = [a / b for a, b in zip(times["contiguous"], times[kind], strict=True)]
-        result[kind] |= {"step_ms": median(times[kind]) * 1e3, "speed": median(ratios)}
-        if kind == "none":
-            continue
-        cache.truncate(0)
-        logits = read_through(model, cache, ids)
-        loss = cross_entropy(logits, target)
-        if reference is None:
-            reference = logits, loss
-        off = (logits - reference[0]).abs()
-        perplexity = {"perplexity": loss.exp().item(), "change_percent": 100 * (loss - reference[1]).expm1().item()}
-        result[kind] |= {"mean_error": off.mean().item(), "max_error": off.max().item(), **perplexity}
-    return result
+SHAPES = {
+    "llama-3.2-1b": llama3(2048, 8192, 16, 32, 32.0, True),
+    "llama-3.2-3b": llama3(3072, 8192, 28, 24, 32.0, True),
+    "llama-3.1-8b": llama3(4096, 14336, 32, 32, 8.0, False),
+    "llama-3.1-70b": llama3(8192, 28672, 80, 64, 8.0, False),
+}
 
 
-def print_caches(result: dict[str, dict]) -> None:
-    print("| kind | bytes per token | Llama-3.1-8B | speed | logits off by: mean, most | perplexity | when to use it |")
-    print("|---|---|---|---|---|---|---|")
-    for kind, row in result.items():
-        error = f"{row['mean_error']:.3f}, {row['max_error']:.2f}" if row.get("max_error") else "0"
-        change = f"{row['change_percent']:+.2f} %" if "change_percent" in row else ""
-        sizes = f"{row['bytes_per_token']:,} | {row['bytes_per_token_8b']:,}"
-        print(f"| `{kind}` | {sizes} | {row['speed']:.2f} × | {error} | {change} | {row['use']} |")
+def operations(config, tokens: int) -> int:
+    """Additions and multiplications of a pass over a prompt: its matrices, the head for one token, and attention, in
+    which a token sees half of the others."""
+    from model import Llama
+
+    model = Llama(config)
+    head = model.lm_head.inputs * model.lm_head.outputs
+    attention = config.num_hidden_layers * config.num_attention_heads * config.head_dim * tokens**2
+    return 2 * ((model.products_per_token - head) * tokens + head + attention)
 
 
-def restore(folder: Path, tokens: int) -> dict[str, float]:
-    """Seconds to prefill a long conversation, to save it, and to restore it from disk."""
-    from tempfile import TemporaryDirectory
-
-    from cache import make
-    from generate import Sampling, Session
-    from model import load
-    from tokenizer import Tokenizer
-
-    model, tokenizer = load(folder), Tokenizer.from_folder(folder)
-    ids = text_ids(tokenizer, tokens)
-    rooms = [make("contiguous", model.config, tokens + 1, model.device, model.dtype) for _ in range(2)]
-    sessions = [Session(model, room, tokenizer) for room in rooms]
-
-    def seconds(action) -> float:
-        start = perf_counter()
-        action()
-        return perf_counter() - start
-
-    with TemporaryDirectory() as place:
-        path = Path(place) / "session"
-        result = {
-            "tokens": len(ids),
-            "prefill_s": seconds(lambda: list(sessions[0].generate(ids, Sampling(max_tokens=1)))),
-            "save_s": seconds(lambda: sessions[0].save(path)),
-            "restore_s": seconds(lambda: sessions[1].load(path)),
-        }
-    return result | {"ratio": result["prefill_s"] / result["restore_s"]}
+# ---- measuring
 
 
-class Part(Cached):
-    """One rank's part of this engine, which also counts the seconds that it spends in sums over ranks, waiting for the
-    others among them."""
+class Run:
+    """Engines side by side, by their rows; one that stops is left out, and why is said on stderr."""
 
-    def __init__(self, folder: Path):
-        import torch
-        from torch import distributed
+    def __init__(self, subjects: dict[str, Subject], vocab_size: int):
+        self.engines: dict[str, Engine] = {}
+        for row, subject in subjects.items():
+            try:
+                self.engines[row] = Engine(row, subject)
+            except Stopped as reason:
+                self._without(row, reason)
+        self.vocab_size, self.rng, self.prompts = vocab_size, random.Random(0), {}
 
-        from cache import make
-        from parallel import backend, load_part
+    def rounds(self, count: int, contexts: dict[str, list[int]], reread: int) -> dict[str, dict[int, list[dict]]]:
+        """What each row answers about steps after each of its contexts, in ``count`` rounds after a warm-up.
 
-        distributed.init_process_group(backend())
-        self.model = load_part(str(folder), "cuda" if torch.cuda.is_available() else "cpu", None, None)
-        self.vocab_size, self.tokens, self.summing_s = self.model.config.vocab_size, [], 0.0
-        self.cache = make("contiguous", self.model.config, 1024, self.model.device, self.model.dtype)
-        for name in ("all_reduce", "all_gather"):
-            setattr(distributed, name, self._timed(getattr(distributed, name)))
+        Prompts of up to ``reread`` tokens are read anew in each round. The row ``roof`` knows no contexts.
+        """
+        answers = {row: {n: [] for n in contexts[row]} for row in contexts if row in self.engines}
+        for turn in range(count + 1):
+            for row in list(answers):
+                try:
+                    for n, found in answers[row].items():
+                        answer = self.engines[row].ask(**self._question(row, n, turn == 0 or n <= reread))
+                        found += [answer] if turn else []
+                except Stopped as reason:
+                    self._without(row, reason)
+                    del answers[row]
+        return answers
 
-    def _timed(self, collective):
-        from generate import synchronize
+    def _question(self, row: str, context: int, anew: bool) -> dict:
+        if row == "roof":
+            return {}
+        if context not in self.prompts:
+            self.prompts[context] = [self.rng.randrange(self.vocab_size) for _ in range(context)]
+        # Without a cache, each step is a pass over the whole prefix.
+        return {"prompt": self.prompts[context], "steps": 1 if row == "none" else 16, "anew": anew}
 
-        def call(*args) -> None:
-            synchronize(self.model.device)  # what the rank computed before is not part of it
-            start = perf_counter()
-            collective(*args)
-            synchronize(self.model.device)
-            self.summing_s += perf_counter() - start
+    def _without(self, row: str, reason: Stopped) -> None:
+        print(f"bench: {row} is left out: {reason}", file=sys.stderr)
+        self.engines.pop(row, None)
 
-        return call
-
-    def measure(self, work) -> tuple[float, float]:
-        """Seconds of ``work``, and those of them that went into sums over ranks."""
-        start, before = perf_counter(), self.summing_s
-        work()
-        return perf_counter() - start, self.summing_s - before
+    def close(self) -> None:
+        for engine in self.engines.values():
+            engine.close()
 
 
-def ranks(folder: Path, rounds: int) -> list[dict[str, float]]:
-    """For each rank of torchrun's: prefill of 512 and the steps after it, medians, and the memory that it takes."""
-    import torch
-    from torch import distributed
+def figures(engine: Engine, answers: dict[int, list[dict]], prompt: int, work: int, roof: dict[str, float]) -> dict:
+    """One row of the table. ``prompt`` is the length of the prompt that prefill is measured on, and ``work`` its
+    operations; a ``share`` is one of what the machine did in the same run."""
+    first = min(answers)
+    prefill = median(answer["first_s"] for answer in answers[prompt])
+    row = {
+        "load_s": engine.load_s,
+        "load_gb_s": stored_bytes(engine.subject) / engine.load_s / 1e9,
+        "first_token_s": median(answer["first_s"] for answer in answers[first]),
+        "prefill_tok_s": prompt / prefill,
+        "prefill_share": work / prefill / roof["operations"],
+        "decode": {},
+        "peak_bytes": max(answer["peak"] for found in answers.values() for answer in found),
+    }
+    for n, found in answers.items():
+        step, read = median(answer["step_s"] for answer in found), found[0]["bytes"]
+        speed = read / step
+        row["decode"][n] = {"step_s": step, "tok_s": 1 / step, "gb_s": speed / 1e9, "share": speed / roof["bandwidth"]}
+        if added := read - answers[first][0]["bytes"]:
+            longer = median(a["step_s"] - b["step_s"] for a, b in zip(found, answers[first], strict=True))
+            row["decode"][n]["longer"] = longer / (added / roof["bandwidth"])
+    return row
 
-    part, prefills, steps = Part(folder), [], []
-    prompt = torch.randint(part.vocab_size, (512,), generator=torch.Generator().manual_seed(0)).tolist()
+
+def stored_bytes(subject: Subject) -> int:
+    """Bytes that were read to load it: those of a folder's weights. A GGUF file is mapped, and read with the prompt."""
+    from model import Checkpoint
+
+    if subject.weights is None or not Path(subject.weights).is_dir():
+        return 0
+    return sum(file.stat().st_size for file in Checkpoint(Path(subject.weights)).files)
+
+
+def beside(rows: list[str]) -> dict[str, str]:
+    """Which rows are set against which of ours: those of as many bytes a weight."""
+    pairs = {row: LLAMA_CPP[row][1] if row in LLAMA_CPP else "contiguous" for row in rows}
+    compared = [row for row in rows if row == "none" or row not in OURS]
+    return {row: pairs[row] for row in compared if pairs[row] in rows}
+
+
+def ratios(ours: dict[int, list[dict]], theirs: dict[int, list[dict]], prompt: int) -> dict:
+    """How many times as fast ours is, within each round; medians."""
+
+    def of(key: str, n: int) -> float:
+        return median(b[key] / a[key] for a, b in zip(ours[n], theirs[n], strict=True))
+
+    return {"prefill": of("first_s", prompt), "decode": {n: of("step_s", n) for n in theirs}}
+
+
+def startup(subject: Subject, rounds: int) -> dict[str, float]:
+    """Seconds from the start of ``chat.py -p hi`` to its first letter, and what importing torch takes of them."""
+    answer = [HERE / "chat.py", "-p", "hi", "--temp", "0", "--device", subject.device, "--model", subject.weights]
+    commands = {"first_token_s": answer, "import_torch_s": ["-c", "import torch; print(1)"]}
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "bufsize": 0}
+    times: dict[str, list[float]] = {name: [] for name in commands}
     for _ in range(rounds):
-        prefills.append(part.measure(lambda: part.prefill(prompt)))
-        steps += [part.measure(part.step) for _ in range(16)]
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    figures = {
-        "weights": sum(parameter.nbytes for parameter in part.model.parameters()),
-        "cache": part.cache.bytes_reserved,
-        "peak": peak,
-        **dict(zip(("prefill_s", "prefill_summing_s"), map(median, zip(*prefills, strict=True)), strict=True)),
-        **dict(zip(("step_s", "step_summing_s"), map(median, zip(*steps, strict=True)), strict=True)),
+        for name, command in commands.items():
+            start = perf_counter()
+            with subprocess.Popen([sys.executable, "-u", *command], **pipes) as process:
+                process.stdout.read(1)
+                times[name].append(perf_counter() - start)
+                process.stdout.read()
+    medians = {name: median(taken) for name, taken in times.items()}
+    return medians | {"beyond_s": medians["first_token_s"] - medians["import_torch_s"]}
+
+
+def load_speed(subject: Subject) -> float:
+    """GB/s of loading where the weights are random: some layers of the shape are written to a file and loaded."""
+    import torch
+    from safetensors.torch import save_file
+
+    from model import Config, Llama, sources
+
+    def layers(count: int) -> dict:
+        return subject.config | {"num_hidden_layers": count, "vocab_size": 1024, "torch_dtype": "bfloat16"}
+
+    one, two = (Llama.bytes_for(Config.from_json(layers(n)), torch.bfloat16) for n in (1, 2))
+    small = layers(min(subject.config["num_hidden_layers"], 1 + max(0, LOADED - one) // (two - one)))
+    config = Config.from_json(small)
+    parts = [part for name, values in Llama(config).named_parameters() for part in sources(name, values.shape, config)]
+    with TemporaryDirectory() as folder:
+        tensors = {part.name: torch.zeros(part.shape, dtype=torch.bfloat16) for part in parts}
+        save_file(tensors, Path(folder) / "model.safetensors")
+        (Path(folder) / "config.json").write_text(json.dumps(small))
+        engine = Engine("contiguous", replace(subject, weights=folder, config=None, dtype=None))
+        engine.close()
+        return stored_bytes(engine.subject) / engine.load_s / 1e9
+
+
+def measure(args: argparse.Namespace, subjects: dict[str, Subject], config, plan: Plan) -> dict:
+    """The whole run. Raises Stopped when nothing is left to measure."""
+    import torch
+
+    from model import DTYPES, name_of
+
+    subject = subjects["roof"]
+    started = startup(subject, args.rounds) if subject.config is None else None
+    loaded = load_speed(subject) if subject.config is not None else None
+    run = Run(subjects, config.vocab_size)
+    try:
+        asked = {row: [n for n in plan.contexts if row != "none" or n <= plan.prompt] for row in run.engines}
+        answers = run.rounds(args.rounds, asked | {"roof": [0]}, plan.prompt)
+        if len(answers) < 2 or "roof" not in answers:
+            raise Stopped("nothing could be measured")
+        roofs, work = answers.pop("roof")[0], operations(config, plan.prompt)
+        machine = {key: median(roof[key] for roof in roofs) for key in ("bandwidth", *DTYPES)}
+        machine["operations"] = max(machine[name] for name in DTYPES)
+        rows = {row: figures(run.engines[row], found, plan.prompt, work, machine) for row, found in answers.items()}
+        pairs = beside(list(answers))
+        against = {row: {"row": ours} | ratios(answers[ours], answers[row], plan.prompt) for row, ours in pairs.items()}
+        result = {"machine": machine, "prompt": plan.prompt, "rows": rows, "ratios": against}
+        if args.plot:
+            result["steps_ms"] = steps(run, args.to, min(args.rounds, 3))
+    finally:
+        run.close()
+    about = {
+        "model": args.synthetic or name_of(Path(subject.weights)),
+        "dtype": subject.dtype,
+        "hardware": hardware(subject.device),
+        "threads": subject.threads,
+        "compiled": subject.compiled,
+        "torch": torch.__version__,
+        "date": date.today().isoformat(),
+        "rounds": args.rounds,
     }
-    mine = torch.tensor(list(figures.values()), dtype=torch.float64, device=part.model.device)
-    of_all = [torch.empty_like(mine) for _ in range(distributed.get_world_size())]
-    distributed.all_gather(of_all, mine)
-    distributed.destroy_process_group()
-    return [dict(zip(figures, values.tolist(), strict=True)) for values in of_all]
+    return about | {"startup": started, "load_gb_s": loaded} | result
 
 
-def print_ranks(result: list[dict[str, float]]) -> None:
-    print("rank      weights   cache of 1024   peak memory   prefill tok/s, in sums   decode tok/s, in sums")
-    for rank, row in enumerate(result):
-        sizes = "".join(f"{row[name] / 2**20:>{width}.1f} MiB" for name, width in zip(SIZES, (9, 12, 10), strict=True))
-        prefill = f"{512 / row['prefill_s']:>15.0f} {row['prefill_summing_s'] / row['prefill_s']:>7.0%}"
-        decode = f"{1 / row['step_s']:>15.1f} {row['step_summing_s'] / row['step_s']:>7.0%}"
-        print(f"{rank:>4}{sizes}{prefill}{decode}")
+def steps(run: Run, last: int, rounds: int) -> dict[str, dict[int, float]]:
+    """Milliseconds of a step after up to ``last`` tokens, cached and recomputed."""
+    positions = [16, *range(last // 8, last + 1, last // 8)]
+    answers = run.rounds(rounds, dict.fromkeys(("contiguous", "none"), positions), 0)
+    return {
+        row: {n: 1e3 * median(answer["step_s"] for answer in found) for n, found in curve.items()}
+        for row, curve in answers.items()
+    }
 
 
-SIZES = ("weights", "cache", "peak")
+def hardware(device: str) -> str:
+    """The name of the GPU, or of the processor with the cores that this process may use."""
+    if device == "cuda":
+        import torch
+
+        return torch.cuda.get_device_name()
+    names = [platform.processor() or platform.machine()]
+    if Path("/proc/cpuinfo").exists():
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")] or names
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{names[0]}, {cores} cores"
+
+
+# ---- printing
+
+
+def print_table(result: dict) -> None:
+    """The result as Markdown."""
+    machine, rows, prompt = result["machine"], result["rows"], result["prompt"]
+    contexts = sorted({n for row in rows.values() for n in row["decode"]})
+    compiled = ", compiled" if result["compiled"] else ""
+    print(f"{result['model']} in {result['dtype']}{compiled}, batch 1; {result['hardware']};")
+    when = f"{result['date']}; medians of {result['rounds']} interleaved rounds"
+    print(f"torch {result['torch']}, threads: {result['threads']}; {when}.")
+    memory, matrices = machine["bandwidth"] / 1e9, machine["operations"] / 1e12
+    print(f"The machine: memory {memory:.1f} GB/s, matrices {matrices:.2f} TFLOP/s.")
+    if started := result["startup"]:
+        parts = f"{started['import_torch_s']:.2f} s import torch and {started['beyond_s']:.2f} s do all else"
+        print(f"`chat.py -p hi`: the first letter after {started['first_token_s']:.2f} s, of which {parts}.")
+    if result["load_gb_s"]:
+        print(f"A file of some layers is loaded at {result['load_gb_s']:.2f} GB/s.")
+    heads = ["", "load", f"first token of {contexts[0]}", f"prefill of {prompt}"]
+    heads += [*(f"decode after {n}" for n in contexts), "longer steps", "peak memory"]
+    print("", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", sep="\n")
+    for name, row in rows.items():
+        speed = f", {row['load_gb_s']:.2f} GB/s" if row["load_gb_s"] else ""
+        cells = [name, f"{row['load_s']:.2f} s{speed}", f"{row['first_token_s'] * 1e3:.0f} ms"]
+        cells += [f"{row['prefill_tok_s']:.0f}, {row['prefill_share']:.0%}"]
+        for n in contexts:
+            step = row["decode"].get(n)
+            cells += [f"{step['tok_s']:.1f}, {step['gb_s']:.1f} GB/s, {step['share']:.0%}" if step else ""]
+        longer = row["decode"].get(contexts[-1], {}).get("longer")
+        cells += [f"{longer:.1f} ×" if longer else "", f"{row['peak_bytes'] / 2**20:,.0f} MiB"]
+        print(f"| {' | '.join(cells)} |")
+    print(
+        "\nSpeeds are tokens per second; shares are of what the machine gave in the same rounds. Longer steps: what a"
+    )
+    print(f"step after {contexts[-1]} takes more than one after {contexts[0]}, over what its added bytes would take.")
+    for name, ratio in result["ratios"].items():
+        decode = ", ".join(f"{times:.2f} × after {n}" for n, times in ratio["decode"].items())
+        print(f"{ratio['row']} / {name}: prefill {ratio['prefill']:.2f} ×, decode {decode}")
+
+
+# ---- the command
+
+
+class Parser(argparse.ArgumentParser):
+    """One that says what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"bench: {message}\n")
+
+
+def parser() -> Parser:
+    options = Parser(description="Measure speed and memory, side by side in one run.")
+    options.add_argument("--model", type=Path, metavar="DIR", help="default: the default model")
+    options.add_argument(
+        "--synthetic", metavar="SHAPE", help=f"random weights instead: {', '.join(SHAPES)}, or a config.json"
+    )
+    options.add_argument("--device", choices=PLANS, default="cpu", help="default: cpu")
+    options.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: as it is stored")
+    options.add_argument("--peers", action="store_true", help="measure transformers and llama.cpp too")
+    options.add_argument("--rows", nargs="+", choices=OURS, metavar="ROW", help=f"which of {', '.join(OURS)}")
+    options.add_argument("--contexts", nargs="+", type=int, metavar="N", help="tokens before a step")
+    options.add_argument("--compile", action="store_true", help="have torch compile the steps of this engine")
+    options.add_argument("--rounds", type=int, default=5, metavar="N", help="how often each is measured (default: 5)")
+    options.add_argument("--json", action="store_true", help="print the result as one JSON object")
+    options.add_argument("--plot", type=Path, metavar="FILE", help="draw a step's time and a cache's bytes as well")
+    options.add_argument("--to", type=int, default=2048, metavar="N", help="last position of the plot (default: 2048)")
+    options.add_argument("--batch", action="store_true", help="measure answers together and one by one instead")
+    options.add_argument("--caches", action="store_true", help="compare the kinds of cache instead")
+    options.add_argument("--ranks", action="store_true", help="under torchrun: one model over all ranks instead")
+    options.add_argument("--text", type=int, default=2048, metavar="N", help="tokens of the text they read (2048)")
+    options.add_argument("--restore", type=int, default=8000, metavar="N", help="tokens restored from disk (8000)")
+    return options
+
+
+def subject_of(args: argparse.Namespace):
+    """The Subject that the options name, and its Config. Raises ModelError, GetError and ValueError."""
+    import torch
+
+    from model import Config, read_json, survey
+    from weights import get
+
+    if args.device != "cpu" and not getattr(torch, args.device).is_available():
+        raise ValueError(f"--device {args.device}: there is none here")
+    weights = raw = None
+    if args.synthetic:
+        raw = SHAPES.get(args.synthetic) or read_json(Path(args.synthetic))
+        config = Config.from_json(raw)
+        stored = config.dtype or torch.bfloat16
+    else:
+        weights = (args.model or get.default_model()).resolve()
+        model, checkpoint, _ = survey(weights)
+        config, stored = model.config, checkpoint.dtype("model.embed_tokens.weight")
+    dtype = args.dtype or str(stored).removeprefix("torch.")
+    weights = None if weights is None else str(weights)
+    return Subject(weights, raw, args.device, dtype, torch.get_num_threads(), args.compile), config
+
+
+def plan_of(args: argparse.Namespace, config) -> Plan:
+    """What the options ask for, or what the device's plan has that fits the model. Raises ValueError."""
+    usual, most = PLANS[args.device], config.max_position_embeddings - ROOM
+    contexts = args.contexts or [n for n in usual.contexts if n <= most] or usual.contexts[:1]
+    needed = max(*contexts, args.to if args.plot else 0)
+    if needed > most:
+        raise ValueError(f"this needs a context of {needed + ROOM} tokens, and there are {most + ROOM}")
+    prompt = max((n for n in contexts if n <= usual.prompt), default=min(contexts))
+    return Plan(tuple(sorted(contexts)), prompt, tuple(args.rows or usual.rows))
+
+
+def peers_of(subject: Subject, work: Path) -> dict[str, Subject]:
+    """The other engines, with the files that llama.cpp reads in ``work``; what cannot be compared is said on stderr."""
+    others = dict.fromkeys(TRANSFORMERS, subject)
+    why = None
+    if find_spec("llama_cpp") is None:
+        why = "it is not installed: pip install llama-cpp-python"
+    elif subject.weights is None or subject.device != "cpu":
+        why = "it is measured on a model folder, on a CPU"
+    try:
+        for row, (kind, _) in LLAMA_CPP.items() if why is None else ():
+            path, kinds = work / f"{row}.gguf", {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+            write_gguf(Path(subject.weights), path, kind or kinds[subject.dtype])
+            others[row] = replace(subject, weights=str(path))
+    except PeerError as error:
+        why = error
+    if why:
+        print(f"bench: llama.cpp is left out: {why}", file=sys.stderr)
+    return others
+
+
+def other_tables(args: argparse.Namespace, subject: Subject) -> None:
+    """What is measured instead of the table."""
+    if args.ranks:
+        from measure.ranks import print_ranks, ranks
+
+        result = ranks(subject, args.rounds)
+        if os.environ["RANK"] == "0":
+            print(json.dumps(result)) if args.json else print_ranks(result)
+        return
+    from measure.compare import caches, print_caches, print_together, restore, together
+
+    if args.batch:
+        result = together(subject, args.rounds)
+        print(json.dumps(result)) if args.json else print_together(result)
+        return
+    result = {"kinds": caches(subject, args.rounds, args.text), "restored": restore(subject, args.restore)}
+    print(json.dumps(result)) if args.json else print_caches(**result)
 
 
 def main() -> int:
-    """Exit code: 0, or 2 for arguments that cannot be."""
-    parser = argparse.ArgumentParser(description="Measure speed and memory, side by side in one run.")
-    parser.add_argument("--model", type=Path, metavar="DIR", help="default: the default model")
-    parser.add_argument("--peers", action="store_true", help="measure transformers too")
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="how often each is measured (default: 5)")
-    parser.add_argument("--json", action="store_true", help="print the medians as one JSON object")
-    parser.add_argument("--batch", action="store_true", help="measure answers together and one by one instead")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw time per step against position instead")
-    parser.add_argument("--caches", action="store_true", help="compare the kinds of cache instead")
-    parser.add_argument("--text", type=int, default=2048, metavar="N", help="tokens of the text they read (2048)")
-    parser.add_argument("--restore", type=int, default=8000, metavar="N", help="tokens restored from disk (8000)")
-    parser.add_argument("--to", type=int, default=2048, metavar="N", help="last position of the plot (default: 2048)")
-    parser.add_argument("--ranks", action="store_true", help="under torchrun: one model over all ranks instead")
-    parser.add_argument("--serve", choices=ENGINES, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.rounds < 1 or args.to < 128:
-        parser.error("--rounds must be at least 1 and --to at least 128")
-    if args.serve:
-        serve(args.serve, str(args.model))
-        return 0
-    if args.ranks and "RANK" not in os.environ:
-        parser.error("--ranks needs torchrun: torchrun --nproc-per-node 2 bench.py --ranks")
+    """Exit code: 0, or 2 for what cannot be measured."""
+    from model import ModelError
+    from weights.get import GetError
+
+    options = parser()
+    args = options.parse_args()
+    if args.rounds < 1 or args.to < 128 or min(args.contexts or [1]) < 1:
+        options.error("--rounds and --contexts must be at least 1, and --to at least 128")
+    if args.ranks and (args.synthetic or "RANK" not in os.environ):
+        options.error("--ranks needs torchrun, and a --model: torchrun --nproc-per-node 2 bench.py --ranks")
+    if args.caches and args.synthetic:
+        options.error("--caches reads a text, which needs a --model with a tokenizer")
+    if args.plot and args.rows and not {"contiguous", "none"} <= {*args.rows}:
+        options.error("--plot needs the rows contiguous and none")
     for package, wanted in {"matplotlib": args.plot, "transformers": args.peers}.items():
         if wanted and find_spec(package) is None:
-            parser.error(f"{package} is not installed: pip install -r requirements-dev.txt")
-    from model import ModelError, survey
-    from weights import get
-
+            options.error(f"{package} is not installed: pip install -r requirements-dev.txt")
     try:
-        folder = args.model or get.default_model()
-        most = survey(folder)[0].config.max_position_embeddings
-    except (ModelError, get.GetError) as error:
-        parser.error(str(error))
-    needed = (args.to if args.plot else 128 if args.batch else 512) + 32
-    if needed > min(most, CONTEXT):
-        parser.error(f"this needs a context of {needed} tokens, and there are {min(most, CONTEXT)}")
-    if args.ranks:
-        result = ranks(folder, args.rounds)
-        if os.environ["RANK"] == "0":
-            print(json.dumps(result)) if args.json else print_ranks(result)
-        return 0
+        subject, config = subject_of(args)
+        if args.batch or args.caches or args.ranks:
+            other_tables(args, subject)
+            return 0
+        plan = plan_of(args, config)
+        with TemporaryDirectory() as work:
+            subjects = dict.fromkeys(("roof", *plan.rows), subject)
+            subjects |= peers_of(subject, Path(work)) if args.peers else {}
+            result = measure(args, subjects, config, plan)
+    except (ModelError, GetError, ValueError, Stopped) as error:
+        options.error(str(error))
     if args.plot:
-        plot(args.plot, folder, args.to, args.rounds)
-        return 0
-    if args.caches:
-        result, kept = caches(folder, args.rounds, args.text), restore(folder, args.restore)
-        if args.json:
-            print(json.dumps({"kinds": result, "restored": kept}))
-        else:
-            print_caches(result)
-            took = f"prefilled in {kept['prefill_s']:.2f} s, saved in {kept['save_s']:.2f} s"
-            print(f"{kept['tokens']} tokens: {took}, restored in {kept['restore_s']:.2f} s: {kept['ratio']:.0f} x")
-        return 0
-    if args.batch:
-        result = together(folder, args.rounds)
-        print(json.dumps(result)) if args.json else print_together(result)
-        return 0
-    result = table(["cached", "recomputed"] + ["transformers"] * args.peers, folder, args.rounds)
-    if args.json:
-        print(json.dumps(result))
-    else:
-        print_table(result)
+        from measure.plots import cache_sizes, draw
+
+        title = f"{result['model']} in {result['dtype']}; {result['hardware']}"
+        draw(args.plot, title, result["steps_ms"], cache_sizes(config, args.to))
+    print(json.dumps(result)) if args.json else print_table(result)
     return 0
 
 

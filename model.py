@@ -107,12 +107,13 @@ class Config:
         path = Path(folder) / "config.json"
         raw = read_json(path)
         try:
-            return cls._from_json(raw)
+            return cls.from_json(raw)
         except ModelError as error:
             raise ModelError(f"{path}: {error}") from None
 
     @classmethod
-    def _from_json(cls, raw: dict) -> Config:
+    def from_json(cls, raw: dict) -> Config:
+        """What a ``config.json`` says. Raises ModelError when it is not of this family."""
         if str(raw.get("model_type")) not in FAMILY:
             raise ModelError(f"model_type is {raw.get('model_type')!r}; supported: {', '.join(FAMILY)}")
         if quantized := raw.get("quantization_config"):
@@ -473,7 +474,7 @@ class Llama(nn.Module):
         return self.norm.weight.device
 
     @property
-    def place(self) -> str:
+    def where(self) -> str:
         """Where it computes, for people; sizes are those of this part."""
         return self.device.type if self.world == 1 else f"{self.device.type}, one of {self.world} parts"
 
@@ -581,11 +582,10 @@ class Checkpoint:
         if shape != (wanted := source.stored):
             raise ModelError(f"{path}: {source.name} is {shape}, where config.json wants {wanted}")
 
-    def read(self, parts: list[Source], target: Tensor) -> Tensor:
-        """Stored tensors, or a rank's part of them, one below the other in target, which is returned."""
+    def read(self, parts: list[Source], target: Tensor) -> None:
+        """Put stored tensors, or a rank's part of them, one below the other, into target."""
         for source, rows in zip(parts, target.split([source.shape[0] for source in parts]), strict=True):
             self.copy(source, rows)
-        return target
 
     def copy(self, source: Source, target: Tensor) -> None:
         """Copy a rank's part of a tensor, converting to target's dtype and device.
@@ -733,27 +733,49 @@ def load(
     arithmetic(dtype, None, quantize, device)  # before anything is read
     model, checkpoint, plan = survey(folder, quantize, rank, world)
     dtype = arithmetic(dtype, checkpoint.dtype("model.embed_tokens.weight"), quantize, device)
-    for name, parts in plan.items():
-        module, leaf = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
-        packs = isinstance(module, Packed) and leaf == "weight"
-        if leaf == "weight":
-            module.part = coming_together(parts[0], world)
-        kept = torch.float32 if isinstance(module, RMSNorm) else checkpoint.dtype(parts[0].name) if packs else dtype
-        try:
-            values = checkpoint.read(parts, torch.empty(getattr(module, leaf).shape, dtype=kept, device=device))
-            if packs:
-                module.pack(values, dtype)
-            else:
-                setattr(module, leaf, fixed(values))
-            del values  # before there is room for the next one
-        except RuntimeError as error:  # OutOfMemoryError is one
-            if "memory" not in str(error):
-                raise
-            raise ModelError(
-                f"{folder}: no memory for the weights on {device} ({str(error).splitlines()[0]})"
-            ) from None
     model.rotary, model.name = Rotary(model.config, device), name_of(folder)
+    for name, parts in plan.items():
+        if name.endswith(".weight"):
+            model.get_submodule(name.removesuffix(".weight")).part = coming_together(parts[0], world)
+        place(model, name, device, dtype, checkpoint.dtype(parts[0].name), partial(checkpoint.read, parts))
     return model.eval()
+
+
+def random_model(
+    config: Config, device: str | torch.device = "cpu", dtype: torch.dtype | None = None, quantize: str | None = None
+) -> Llama:
+    """A model of random weights, made where it computes: as fast and as large as a loaded one, and it says nothing.
+    Raises ModelError."""
+    dtype, generator = arithmetic(dtype, config.dtype, quantize, device), torch.Generator(device).manual_seed(0)
+    model = Llama(config, quantize)
+    model.rotary, model.name = Rotary(config, device), "random weights"
+    for name, _ in list(model.named_parameters()):
+        fill = partial(torch.Tensor.normal_, mean=float("norm" in name), std=0.02, generator=generator)
+        place(model, name, device, dtype, dtype, fill)
+    return model.eval()
+
+
+def place(
+    model: Llama, name: str, device: str | torch.device, dtype: torch.dtype, stored: torch.dtype, fill: Callable
+) -> None:
+    """Give a parameter memory and the values that ``fill`` writes there, in ``stored`` where they are packed. Raises
+    ModelError when there is no memory."""
+    module, leaf = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
+    packs = isinstance(module, Packed) and leaf == "weight"
+    kept = torch.float32 if isinstance(module, RMSNorm) else stored if packs else dtype
+    try:
+        values = torch.empty(getattr(module, leaf).shape, dtype=kept, device=device)
+        fill(values)
+        if packs:
+            module.pack(values, dtype)
+        else:
+            setattr(module, leaf, fixed(values))
+    except RuntimeError as error:  # OutOfMemoryError is one
+        if "memory" not in str(error):
+            raise
+        raise ModelError(
+            f"{model.name}: no memory for the weights on {device} ({str(error).splitlines()[0]})"
+        ) from None
 
 
 def name_of(folder: Path) -> str:

@@ -17,18 +17,7 @@ from pathlib import Path
 from conversation import LAST, ON_FULL, OPTIONS, Conversation, nearest, saved_sessions, session_file, told
 from explain import cache_report, tokens_report
 from reader import KEYS, KeyReader, LineReader, ask, from_editor, unquoted
-from show import (
-    CONTROL,
-    MODES,
-    ChatError,
-    escapes_work,
-    filled,
-    note,
-    of,
-    short,
-    stats_for,
-    user_errors,
-)
+from show import CONTROL, MODES, ChatError, escapes_work, filled, note, of, short, stats_for, user_errors
 
 
 @dataclass(frozen=True)
@@ -88,7 +77,7 @@ class Repl:
     def _greet(self) -> None:
         cache, model = self.conversation.session.cache, self.conversation.session.model
         note(
-            f"{model.name}, {str(model.dtype).removeprefix('torch.')} on {model.place}; "
+            f"{model.name}, {str(model.dtype).removeprefix('torch.')} on {model.where}; "
             f"context {cache.capacity} tokens, {cache.bytes_per_token:,} bytes of cache each; /help lists the commands"
         )
 
@@ -157,7 +146,7 @@ class Repl:
             f"{used}/{cache.capacity} tokens, {then}",
             of(cache.bytes_used, cache.bytes_reserved),
             f"{turn.decode_tok_s:.1f} tok/s" if turn else "",
-            f"{model.name}, {str(model.dtype).removeprefix('torch.')} on {model.place}",
+            f"{model.name}, {str(model.dtype).removeprefix('torch.')} on {model.where}",
             f"branch {self.conversation.name}" if len(self.conversation.branches) > 1 else "",
         ]
         return " " + " │ ".join(filter(None, facts)).translate(CONTROL)

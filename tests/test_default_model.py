@@ -89,7 +89,7 @@ def test_quantized_caches_keep_the_perplexity_of_a_text(default_model, tokenizer
     """On the first 512 tokens of what bench.py --caches reads; the promise for all of it is 0.1 % and 2 %."""
     from torch.nn.functional import cross_entropy
 
-    from bench import read_through, text_ids
+    from measure.compare import read_through, text_ids
 
     half, ids = load(default_model), text_ids(tokenizer, 512)
 

@@ -223,4 +223,4 @@ def test_the_bench_of_ranks_tells_memory_and_what_sums_take(tmp_path):
     assert len(ranks) == 2
     for rank in ranks:
         assert rank["weights"] == Llama.bytes_for(share(Config.from_folder(model), 2), torch.float32, world=2)
-        assert 0 < rank["prefill_summing_s"] < rank["prefill_s"] and 0 < rank["step_summing_s"] < rank["step_s"]
+        assert 0 < rank["prompt_summing_s"] < rank["prompt_s"] and 0 < rank["step_summing_s"] < rank["step_s"]
