@@ -119,7 +119,7 @@ class Run:
         """
         answers = {row: {n: [] for n in contexts[row]} for row in contexts if row in self.engines}
         for turn in range(count + 1):
-            for row in list(answers):
+            for row in self.rng.sample(list(answers), len(answers)):  # none always follows the same other one
                 try:
                     for n, found in answers[row].items():
                         answer = self.engines[row].ask(**self._question(row, n, turn == 0 or n <= reread))
