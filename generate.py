@@ -439,11 +439,12 @@ class Session:
         return perf_counter() - start, before, self._speed()
 
     def _speed(self) -> float:
-        """Tokens per second of a short answer."""
-        for _ in self.generate([0] * 8, Sampling(temperature=1000, seed=0, max_tokens=17)):
+        """Tokens per second of a short answer, of which no trace is left."""
+        for _ in self.generate([0], Sampling(temperature=1000, seed=0, max_tokens=24)):
             pass
+        speed, self.last = self.last.decode_tok_s, None
         self.hold([])
-        return self.last.decode_tok_s
+        return speed
 
     # -- branches, and sessions on disk
 

@@ -18,9 +18,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"
 # What ignores a signal (nohup, a job in the background) hands that on; a terminal, as the tests play it, does not.
-for name in ("SIGINT", "SIGHUP"):
-    if signal.getsignal(getattr(signal, name, None) or signal.SIGINT) is signal.SIG_IGN:
-        signal.signal(getattr(signal, name), signal.SIG_DFL if name == "SIGHUP" else signal.default_int_handler)
+for signum, usual in {signal.SIGINT: signal.default_int_handler, getattr(signal, "SIGHUP", 0): signal.SIG_DFL}.items():
+    if signum and signal.getsignal(signum) is signal.SIG_IGN:
+        signal.signal(signum, usual)
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -129,7 +129,7 @@ def test_compiled_steps_are_the_steps(tiny_gqa):
         subprocess.run([sys.executable, CHAT, *known, *more], env=environment(), capture_output=True, timeout=200)
         for more in ([], ["--compile"])
     ]
-    assert runs[0].stdout == runs[1].stdout
+    assert runs[0].stdout and runs[0].stdout == runs[1].stdout
     assert re.match(rb"chat: compiled in [\d.]+ s: [\d.]+ tok/s before, [\d.]+ after\n", runs[1].stderr), runs[1].stderr
 
 
@@ -167,7 +167,7 @@ def test_the_cache_of_a_graph_attends_as_the_plain_one(tmp_path, window):
 def test_a_replay_is_the_step_itself(tiny, dtype):
     model = load(tiny, "cuda", dtype)
     caches = [make("contiguous", model.config, 64, "cuda", dtype) for _ in range(2)]
-    graph, rows = Graph(model, caches[0]), []
+    graph = Graph(model, caches[0])
     for cache in caches:
         cache.extend(len(PROMPT))
         model(torch.tensor(PROMPT, device="cuda"), cache)
