@@ -85,6 +85,7 @@ def run(main: Callable[[], int]) -> int:
         return main()
     finally:
         ending.begin()
+        distributed.destroy_process_group()  # its threads hold tensors, and must let go before Python ends
 
 
 def load(folder: Path, device: torch.device, dtype: torch.dtype | None, quantize: str | None):

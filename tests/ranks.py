@@ -16,6 +16,7 @@ from pathlib import Path
 from threading import Timer
 
 import torch
+from torch import distributed
 
 import parallel
 from batch import Batch
@@ -176,4 +177,6 @@ if __name__ == "__main__":
         parallel.PATIENCE = timedelta(seconds=5)
     if sys.argv[1] == "chat" and sys.argv[2] == os.environ["RANK"]:
         fail(sys.argv[3])
-    sys.exit(parallel.run(main))
+    code = parallel.run(main)
+    assert not distributed.is_initialized()  # a thread of it that lets go of a tensor while Python ends would abort
+    sys.exit(code)
