@@ -237,7 +237,9 @@ def open_session(args: argparse.Namespace, name: str | None = None):
     if args.compile and llama.world > 1:
         raise ChatError("--compile does not go with several ranks")
     if args.compile:
-        note("compiled in {:.1f} s: {:.1f} tok/s before, {:.1f} after".format(*compiled(session)))
+        seconds, before, after = compiled(session)
+        kept = "" if after >= before else ", and so not kept"
+        note(f"compiled in {seconds:.1f} s: {before:.1f} tok/s before, {after:.1f} after{kept}")
     if args.draft is not None:
         session.drafts = drafts_of(args, session)
     return session

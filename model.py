@@ -25,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import native
 from linear import FORMATS, WHOLE, Columns, Linear, Packed, Rows, Whole, empty, fixed
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -461,8 +462,8 @@ class Llama(nn.Module):
         them takes as long as the compiling, once for all layers that are alike."""
         before, after = (torch.compile(half, dynamic=False) for half in (Layer.before, Layer.after))
         for layer in self.layers:
-            layer.before = _for_one_token(partial(before, layer), layer.before)
-            layer.after = _for_one_token(partial(after, layer), layer.after)
+            layer.before = native.for_few(partial(before, layer), layer.before, 1)
+            layer.after = native.for_few(partial(after, layer), layer.after, 1)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -504,10 +505,6 @@ class Llama(nn.Module):
         """Multiplications by a weight that one token takes."""
         matrices = [module for module in self.layers.modules() if isinstance(module, Linear)]
         return sum(matrix.inputs * matrix.outputs for matrix in [*matrices, self.lm_head])
-
-
-def _for_one_token(compiled: Callable, plain: Callable) -> Callable:
-    return lambda x, *others: (compiled if len(x) == 1 else plain)(x, *others)
 
 
 # ---- loading
@@ -738,7 +735,7 @@ def load(
         if name.endswith(".weight"):
             model.get_submodule(name.removesuffix(".weight")).part = coming_together(parts[0], world)
         place(model, name, device, dtype, checkpoint.dtype(parts[0].name), partial(checkpoint.read, parts))
-    return model.eval()
+    return ready(model)
 
 
 def random_model(
@@ -752,7 +749,7 @@ def random_model(
     for name, _ in list(model.named_parameters()):
         fill = partial(torch.Tensor.normal_, mean=float("norm" in name), std=0.02, generator=generator)
         place(model, name, device, dtype, dtype, fill)
-    return model.eval()
+    return ready(model)
 
 
 def place(
@@ -776,6 +773,12 @@ def place(
         raise ModelError(
             f"{model.name}: no memory for the weights on {device} ({str(error).splitlines()[0]})"
         ) from None
+
+
+def ready(model: Llama) -> Llama:
+    if model.device.type == "cpu":
+        native.quicken(model)
+    return model.eval()
 
 
 def name_of(folder: Path) -> str:

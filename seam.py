@@ -23,6 +23,8 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+import native
+from linear import cpu_multiplies
 from storage import write_tensors
 
 
@@ -56,12 +58,15 @@ def attention(q: Tensor, pieces: Iterable[Piece]) -> Tensor:
     pieces = iter(pieces)
     first, second = next(pieces), next(pieces, None)
     if len(q) == 1 and second is None and first.mask is None:  # a step: the same as below, in as few calls as can be
+        if _is_native(first):
+            return native.attend(q, first.k, first.v)[0].to(q.dtype)
         k, v = first.k.unsqueeze(0), first.v.unsqueeze(0)
         folded = q.to(k.dtype).view(1, k.shape[1], -1, k.shape[-1])
         return scaled_dot_product_attention(folded, k, v).view(q.shape).to(q.dtype)
     grouped = q.unflatten(1, (first.k.shape[0], -1)).permute(1, 2, 0, 3)  # [Hkv, group, T, D]
     if second is None:
-        y = scaled_dot_product_attention(*_fold(grouped, first), attn_mask=first.mask, is_causal=first.causal)
+        *folded, mask = _fold(grouped, first)
+        y = scaled_dot_product_attention(*folded, attn_mask=mask, is_causal=first.causal)
     else:
         y, mass = _partial(grouped, first)
         while second is not None:
@@ -71,22 +76,33 @@ def attention(q: Tensor, pieces: Iterable[Piece]) -> Tensor:
     return y.reshape(grouped.shape).permute(2, 0, 1, 3).flatten(1, 2).to(q.dtype)
 
 
-def _fold(q: Tensor, piece: Piece) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v as the kernels want them, K and V not repeated.
+def _is_native(piece: Piece) -> bool:
+    """Whether native.c has a kernel for one query that sees all of a piece."""
+    dense = piece.k.stride(-1) == piece.v.stride(-1) == 1
+    return dense and piece.k.device.type == "cpu" and native.library() is not None
+
+
+def _fold(q: Tensor, piece: Piece) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """q, k, v and mask as torch's kernels want them, K and V not repeated.
 
     Where no query is barred from anything, the heads of a group are just more queries, [1, Hkv, group · T, D]. Else
     each head of a group looks at the same K and V through a view with stride 0, [Hkv, group, S, D].
     """
-    q = q.to(piece.k.dtype)
-    if piece.mask is None and not piece.causal:
-        return q.reshape(1, q.shape[0], -1, q.shape[-1]), piece.k[None], piece.v[None]
-    return q, *(x[:, None].expand(-1, q.shape[1], -1, -1) for x in (piece.k, piece.v))
+    k, v, mask = piece.k, piece.v, piece.mask
+    if k.device.type == "cpu" and k.dtype is torch.float16 and not cpu_multiplies(k.dtype):
+        k, v = k.float(), v.float()  # twice as fast there as torch's own 16-bit loop
+    q, mask = q.to(k.dtype), mask if mask is None else mask.to(k.dtype)
+    if mask is None and not piece.causal:
+        return q.reshape(1, q.shape[0], -1, q.shape[-1]), k[None], v[None], None
+    return q, *(x[:, None].expand(-1, q.shape[1], -1, -1) for x in (k, v)), mask
 
 
 def _partial(q: Tensor, piece: Piece) -> tuple[Tensor, Tensor]:
     """Attention over one piece, float32 [Hkv, group, T, D], and the logarithm of its mass [Hkv, group, T]."""
-    folded, mask, aten = _fold(q, piece), piece.mask, torch.ops.aten
-    mask = mask if mask is None else mask.to(piece.k.dtype)
+    if q.shape[2] == 1 and piece.mask is None and not piece.causal and _is_native(piece):
+        y, mass = native.attend(q.reshape(1, -1, q.shape[-1]), piece.k, piece.v)
+        return y.view(q.shape), mass.view(q.shape[:-1])
+    (*folded, mask), aten = _fold(q, piece), torch.ops.aten
     if q.device.type == "cpu":
         y, mass = aten._scaled_dot_product_flash_attention_for_cpu(*folded, 0.0, piece.causal, attn_mask=mask)
     elif q.device.type == "cuda" and mask is None and piece.k.dtype is not torch.float32:

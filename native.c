@@ -1,0 +1,327 @@
+/* What a decode step on a CPU spends its time on, for a few tokens at once: products with matrices of weights, the
+ * turning of q and k, and the attention of one query. native.py compiles it and says what the arguments are.
+ *
+ * Values are widened to float as they are read, and sums are kept in float, whatever the weights are: reading them is
+ * what takes the time. All arrays are dense and row after row; sizes count elements. */
+
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#if defined(__AVX512F__)
+#define LANES 16
+#else
+#define LANES 8
+#endif
+
+typedef float vec __attribute__((vector_size(4 * LANES)));
+typedef int32_t ints __attribute__((vector_size(4 * LANES)));
+
+/* LANES values in memory as floats or integers. Compilers know that on x86 each is one instruction, but not all of them
+ * when it is written as a conversion. */
+#if defined(__AVX512F__)
+#include <immintrin.h>
+static inline vec halves(const void *p) { return (vec)_mm512_cvtph_ps(_mm256_loadu_si256(p)); }
+static inline ints shorts(const void *p) { return (ints)_mm512_cvtepu16_epi32(_mm256_loadu_si256(p)); }
+static inline ints chars(const void *p) { return (ints)_mm512_cvtepi8_epi32(_mm_loadu_si128(p)); }
+static inline ints bytes(const void *p) { return (ints)_mm512_cvtepu8_epi32(_mm_loadu_si128(p)); }
+static inline vec floats(ints i) { return (vec)_mm512_cvtepi32_ps((__m512i)i); }
+#elif defined(__AVX2__) && defined(__F16C__)
+#include <immintrin.h>
+static inline vec halves(const void *p) { return (vec)_mm256_cvtph_ps(_mm_loadu_si128(p)); }
+static inline ints shorts(const void *p) { return (ints)_mm256_cvtepu16_epi32(_mm_loadu_si128(p)); }
+static inline ints chars(const void *p) { return (ints)_mm256_cvtepi8_epi32(_mm_loadl_epi64(p)); }
+static inline ints bytes(const void *p) { return (ints)_mm256_cvtepu8_epi32(_mm_loadl_epi64(p)); }
+static inline vec floats(ints i) { return (vec)_mm256_cvtepi32_ps((__m256i)i); }
+#else
+#define EACH(type, all, of) all v; const type *q = of; for (int i = 0; i < LANES; i++) v[i] = q[i]; return v
+static inline vec halves(const void *p) { EACH(_Float16, vec, p); }
+static inline ints shorts(const void *p) { EACH(uint16_t, ints, p); }
+static inline ints chars(const void *p) { EACH(int8_t, ints, p); }
+static inline ints bytes(const void *p) { EACH(uint8_t, ints, p); }
+static inline vec floats(ints n) { return __builtin_convertvector(n, vec); }
+#endif
+
+enum kind { F32, F16, BF16, I8, I4 };     /* of stored values */
+enum ending { SET, ADD, SWIGLU };         /* what becomes of a product */
+
+static const int size_of[] = {4, 2, 2, 1};
+
+static inline long padded(long n) { return (n + LANES - 1) / LANES * LANES; }
+
+static inline float sum(vec v) {
+    float s = 0;
+    for (int i = 0; i < LANES; i++) s += v[i];
+    return s;
+}
+
+static inline vec load(const void *from, enum kind kind) {
+    vec v;
+    switch (kind) {
+    case F16: return halves(from);
+    case BF16: return (vec)(shorts(from) << 16); /* the upper half of a float */
+    case I8: return floats(chars(from));
+    default: memcpy(&v, from, sizeof v); return v;
+    }
+}
+
+/* The same where fewer than LANES values are left. */
+static inline vec load_rest(const void *from, enum kind kind, long n) {
+    char all[sizeof(vec)] = {0};
+    memcpy(all, from, n * size_of[kind]);
+    return load(all, kind);
+}
+
+static inline void widen(float *to, const void *from, enum kind kind, long n) {
+    long i = 0;
+    for (; i + LANES <= n; i += LANES) {
+        vec v = load((const char *)from + i * size_of[kind], kind);
+        memcpy(to + i, &v, sizeof v);
+    }
+    if (i < n) {
+        vec v = load_rest((const char *)from + i * size_of[kind], kind, n - i);
+        memcpy(to + i, &v, sizeof v);
+    }
+}
+
+/* w · x, x being followed by zeros up to the next multiple of LANES. */
+static inline float dot(const void *w, enum kind kind, const float *x, long n) {
+    const char *from = w;
+    const int step = LANES * size_of[kind];
+    vec a = {0}, b = {0}, c = {0}, d = {0};
+    long i = 0;
+    for (; i + 4 * LANES <= n; i += 4 * LANES, from += 4 * step) {
+        a += load(from, kind) * load(x + i, F32);
+        b += load(from + step, kind) * load(x + i + LANES, F32);
+        c += load(from + 2 * step, kind) * load(x + i + 2 * LANES, F32);
+        d += load(from + 3 * step, kind) * load(x + i + 3 * LANES, F32);
+    }
+    for (; i + LANES <= n; i += LANES, from += step) a += load(from, kind) * load(x + i, F32);
+    if (i < n) b += load_rest(from, kind, n - i) * load(x + i, F32);
+    return sum((a + b) + (c + d));
+}
+
+/* e^x for -87 <= x <= 88, to a few units in the last place: 2^whole · 2^part, the second by its Taylor series. */
+static inline float exponential(float x) {
+    x = x < -87 ? -87 : x > 88 ? 88 : x;
+    float turns = x * 1.44269504f, whole = turns + 12582912.f - 12582912.f; /* rounded, as 1.5 · 2^23 leaves no bits */
+    float part = (turns - whole) * 0.69314718f, power = 1 + part * (1.f / 6);
+    power = 1 + part * (1.f / 5) * power;
+    power = 1 + part * (1.f / 4) * power;
+    power = 1 + part * (1.f / 3) * power;
+    power = 1 + part * (1.f / 2) * power;
+    power = 1 + part * power;
+    int32_t bits = ((int32_t)whole + 127) << 23;
+    float scale;
+    memcpy(&scale, &bits, sizeof scale);
+    return scale * power;
+}
+
+static inline float root(float x) { return __builtin_sqrtf(x); }
+
+static void rms_norm(float *y, const float *x, const float *weight, float eps, long n) {
+    float squares = 0;
+#pragma omp simd reduction(+ : squares)
+    for (long i = 0; i < n; i++) squares += x[i] * x[i];
+    float scale = 1 / root(squares / n + eps);
+    for (long i = 0; i < n; i++) y[i] = x[i] * scale * weight[i];
+}
+
+/* ---- products ---- */
+
+/* Outputs first to last (not included) of x [T, n] times weightᵀ. A row that several tokens need is widened once. */
+static inline void rows_of(float *y, const float *x, long T, const void *weight, enum kind kind, const float *steps,
+                           long first, long last, long outputs, long n) {
+    float wide[padded(n)];
+    for (long row = first; row < last; row++) {
+        const char *w = (const char *)weight + row * n * size_of[kind];
+        const float step = steps ? steps[row] : 1;
+        if (T == 1) {
+            y[row] = step * dot(w, kind, x, n);
+            continue;
+        }
+        widen(wide, w, kind, n);
+        for (long t = 0; t < T; t++) y[t * outputs + row] = step * dot(wide, F32, x + t * padded(n), padded(n));
+    }
+}
+
+/* The same for a block of 4 · LANES outputs in 4 bits, as torch's kernel for CPUs has them: input after input, and in
+ * a byte one output of the block's first half below and one of the second above; steps [n / 32, outputs] hold a step
+ * below and a middle above, each a bfloat16. */
+#define AHEAD 8
+static void block_of(float *y, const float *x, long T, const uint8_t *packed, const uint32_t *steps, long block,
+                     long outputs, long n) {
+    const long first = block * 4 * LANES, groups = n / 32;
+    packed += block * 2 * LANES * n;
+    for (long t = 0; t < T; t++, x += padded(n)) {
+        vec total[4] = {0};
+        for (long group = 0; group < groups; group++) {
+            vec part[4] = {0};
+            float all = 0;
+            const long next = group + AHEAD < groups ? group + AHEAD : group + AHEAD - groups; /* far from here */
+            const uint32_t *soon = steps + next * outputs + first + (next < group ? 4 * LANES : 0);
+            for (int j = 0; j < 4; j++) __builtin_prefetch(soon + j * LANES);
+            for (long i = group * 32; i < group * 32 + 32; i++) {
+                const ints pair[] = {bytes(packed + 2 * i * LANES), bytes(packed + (2 * i + 1) * LANES)};
+                part[0] += x[i] * floats(pair[0] & 15);
+                part[1] += x[i] * floats(pair[1] & 15);
+                part[2] += x[i] * floats(pair[0] >> 4);
+                part[3] += x[i] * floats(pair[1] >> 4);
+                all += x[i];
+            }
+            for (int j = 0; j < 4; j++) {
+                ints both;
+                memcpy(&both, steps + group * outputs + first + j * LANES, sizeof both);
+                total[j] += (part[j] - 8 * all) * (vec)(both << 16) + all * (vec)(both & (int32_t)0xffff0000);
+            }
+        }
+        memcpy(y + t * outputs + first, total, sizeof total);
+    }
+}
+
+/* y (=, += or SwiGLU of) weight · x + bias for each of T tokens; x is normed first where norm is given. */
+void product(float *y, const float *x, long T, const float *norm, float eps, const void *weight, enum kind kind,
+             const void *steps, const float *bias, long outputs, long n, enum ending ending, int threads) {
+    float *made = malloc(sizeof(float) * T * (padded(n) + outputs)), *in = made + T * outputs;
+    for (long t = 0; t < T; t++) {
+        float *row = in + t * padded(n);
+        if (norm) rms_norm(row, x + t * n, norm, eps, n);
+        else memcpy(row, x + t * n, n * sizeof *x);
+        memset(row + n, 0, (padded(n) - n) * sizeof *x);
+    }
+    const long piece = kind == I4 ? 4 * LANES : 16, pieces = (outputs + piece - 1) / piece;
+#pragma omp parallel num_threads(threads)
+    {
+#pragma omp for schedule(static)
+        for (long i = 0; i < pieces; i++) {
+            const long first = i * piece, last = first + piece < outputs ? first + piece : outputs;
+            switch (kind) { /* so that each has a loop of its own */
+            case F32: rows_of(made, in, T, weight, F32, NULL, first, last, outputs, n); break;
+            case F16: rows_of(made, in, T, weight, F16, NULL, first, last, outputs, n); break;
+            case BF16: rows_of(made, in, T, weight, BF16, NULL, first, last, outputs, n); break;
+            case I8: rows_of(made, in, T, weight, I8, steps, first, last, outputs, n); break;
+            case I4: block_of(made, in, T, weight, steps, i, outputs, n); break;
+            }
+        }
+        const long kept = ending == SWIGLU ? outputs / 2 : outputs;
+#pragma omp for schedule(static) collapse(2)
+        for (long t = 0; t < T; t++)
+            for (long i = 0; i < kept; i++) {
+                const float *row = made + t * outputs;
+                float value = row[i] + (bias ? bias[i] : 0), *to = y + t * kept + i;
+                if (ending == SWIGLU) {
+                    const float up = row[kept + i] + (bias ? bias[kept + i] : 0);
+                    *to = value / (1 + exponential(-value)) * up;
+                } else {
+                    *to = ending == ADD ? *to + value : value;
+                }
+            }
+    }
+    free(made);
+}
+
+/* ---- positions ---- */
+
+/* Norm, where weights are given, and turn, where cosines are, the heads of q and k in x [T, width]; cos and sin
+ * [T, D], the first half of sin negated. */
+void turn(float *x, long T, long width, long heads, long kv_heads, long D, const float *q_norm, const float *k_norm,
+          float eps, const float *cos, const float *sin) {
+    float old[D];
+    for (long t = 0; t < T; t++)
+        for (long h = 0; h < heads + kv_heads; h++) {
+            float *head = x + t * width + h * D;
+            if (q_norm) rms_norm(head, head, h < heads ? q_norm : k_norm, eps, D);
+            if (!cos) continue;
+            memcpy(old, head, sizeof old);
+            for (long i = 0; i < D; i++)
+                head[i] = old[i] * cos[t * D + i] + old[i < D / 2 ? i + D / 2 : i - D / 2] * sin[t * D + i];
+        }
+}
+
+/* ---- attention ---- */
+
+#define AT_ONCE 64 /* tokens whose scores are kept */
+
+/* One K/V head and its group of queries over tokens first to last: for each query the unnormalized sum of values in
+ * y [group, D + 2], then the largest score and the sum of exponentials (online softmax, arXiv 1805.02867). */
+static inline void look(float *y, const float *q, const char *k, const char *v, enum kind kind, long group, long first,
+                        long last, long D, long k_stride, long v_stride) {
+    const int size = size_of[kind];
+    float scores[AT_ONCE], wide[AT_ONCE][padded(D)];
+    for (long g = 0; g < group; g++) {
+        memset(y + g * (D + 2), 0, D * sizeof *y);
+        y[g * (D + 2) + D] = -3e38f, y[g * (D + 2) + D + 1] = 0;
+    }
+    for (long at = first; at < last; at += AT_ONCE) {
+        const long n = last - at < AT_ONCE ? last - at : AT_ONCE;
+        for (long g = 0; g < group; g++) {
+            float *sums = y + g * (D + 2), *top = sums + D, *mass = top + 1, most = *top;
+            if (g == 0)
+                for (long s = 0; s < n; s++) widen(wide[s], k + (at + s) * k_stride * size, kind, D);
+            for (long s = 0; s < n; s++) {
+                scores[s] = dot(wide[s], F32, q + g * padded(D), padded(D));
+                most = scores[s] > most ? scores[s] : most;
+            }
+            const float shrink = exponential(*top - most);
+            float more = 0;
+#pragma omp simd reduction(+ : more)
+            for (long s = 0; s < n; s++) more += scores[s] = exponential(scores[s] - most);
+            for (long i = 0; i < D; i++) sums[i] *= shrink;
+            *mass = *mass * shrink + more, *top = most;
+            for (long s = 0; s < n; s++) {
+                const char *row = v + (at + s) * v_stride * size;
+                long i = 0;
+                for (; i + LANES <= D; i += LANES) {
+                    vec old = load(sums + i, F32) + scores[s] * load(row + i * size, kind);
+                    memcpy(sums + i, &old, sizeof old);
+                }
+                if (i < D) {
+                    vec rest = scores[s] * load_rest(row + i * size, kind, D - i);
+                    for (long j = i; j < D; j++) sums[j] += rest[j - i];
+                }
+            }
+        }
+    }
+}
+
+/* softmax(q kᵀ / √D) v for one query of kv_heads · group heads, over S tokens -> y [heads, D], and the logarithm of
+ * the sum of exponentials in mass [heads]. Strides of k and v, from head to head and from token to token, in elements.
+ * The length is split, so that few heads keep all threads busy (flash-decoding). */
+void attend(float *y, float *mass, const float *q, const void *k, const void *v, enum kind kind, long kv_heads,
+            long group, long S, long D, const long *strides, int threads) {
+    const long most = (8 * threads + kv_heads - 1) / kv_heads, whole = (S + 2 * AT_ONCE - 1) / (2 * AT_ONCE);
+    const long splits = whole < most ? whole : most, each = (S + splits - 1) / splits;
+    const long heads = kv_heads * group, width = D + 2;
+    float *parts = malloc(sizeof(float) * heads * (splits * width + padded(D))), *scaled = parts + heads * splits * width;
+    for (long h = 0; h < heads; h++)
+        for (long i = 0; i < padded(D); i++) scaled[h * padded(D) + i] = i < D ? q[h * D + i] / root(D) : 0;
+#pragma omp parallel for schedule(dynamic) num_threads(threads)
+    for (long task = 0; task < kv_heads * splits; task++) {
+        const long h = task / splits, first = task % splits * each, last = first + each < S ? first + each : S;
+        const char *keys = (const char *)k + h * strides[0] * size_of[kind];
+        const char *values = (const char *)v + h * strides[2] * size_of[kind];
+        const float *queries = scaled + h * group * padded(D);
+        float *to = parts + task * group * width;
+        switch (kind) {
+        case F32: look(to, queries, keys, values, F32, group, first, last, D, strides[1], strides[3]); break;
+        case F16: look(to, queries, keys, values, F16, group, first, last, D, strides[1], strides[3]); break;
+        default: look(to, queries, keys, values, BF16, group, first, last, D, strides[1], strides[3]); break;
+        }
+    }
+    for (long h = 0; h < heads; h++) {
+        const float *part = parts + (h / group * splits * group + h % group) * width;
+        float top = -3e38f, total = 0;
+        for (long s = 0; s < splits; s++) top = part[s * group * width + D] > top ? part[s * group * width + D] : top;
+        memset(y + h * D, 0, D * sizeof *y);
+        for (long s = 0; s < splits; s++, part += group * width) {
+            const float weight = exponential(part[D] - top);
+            total += weight * part[D + 1];
+            for (long i = 0; i < D; i++) y[h * D + i] += weight * part[i];
+        }
+        for (long i = 0; i < D; i++) y[h * D + i] /= total;
+        mass[h] = top + __builtin_logf(total);
+    }
+    free(parts);
+}
+
+int lanes(void) { return LANES; }

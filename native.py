@@ -1,0 +1,193 @@
+"""Decode steps on a CPU by the kernels of native.c, which the machine's own C compiler makes in a second, once.
+
+A step multiplies one row by every matrix. torch's calls do that at a third to a half of the speed at which memory
+could be read, and need about fifty small calls a layer beside; here it is six. Where there is no compiler, or it is not
+Linux, torch's calls do it, as they do all that is longer than a few tokens.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+import tempfile
+from ctypes import c_float, c_int, c_long, c_void_p
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from linear import WHOLE, Int4Linear, Int8Linear, Linear, rows_in_a_block
+
+FEW = 8  # tokens; of more, torch's kernels make one product of matrices
+SET, ADD, SWIGLU = range(3)  # what becomes of a product
+KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+INT8, INT4 = 3, 4
+FLAGS = ("-O2", "-ftree-vectorize", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC")
+
+
+# ---- the library
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The compiled kernels, or None where they cannot be had."""
+    try:
+        kernels = ctypes.CDLL(str(built()))
+    except (OSError, RuntimeError, subprocess.SubprocessError):  # a person may have no home
+        return None
+    kernels.product.argtypes = [
+        *(c_void_p, c_void_p, c_long, c_void_p, c_float, c_void_p, c_int, c_void_p, c_void_p),
+        *(c_long, c_long, c_int, c_int),
+    ]
+    kernels.turn.argtypes = [c_void_p, *[c_long] * 5, c_void_p, c_void_p, c_float, c_void_p, c_void_p]
+    kernels.attend.argtypes = [*[c_void_p] * 5, c_int, *[c_long] * 4, c_void_p, c_int]
+    return kernels
+
+
+def built() -> Path:
+    """The library's file, compiled unless it was before for the same source, compiler and processor. Raises OSError or
+    SubprocessError."""
+    source, threads = Path(__file__).with_suffix(".c"), openmp()
+    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        raise FileNotFoundError("no C compiler")
+    cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "Features"))]
+    what = [source.read_text(), compiler, *FLAGS, str(threads), *cpu[:1]]
+    name = f"native-{sha256(repr(what).encode()).hexdigest()[:16]}.so"
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    file = Path(base) / "kv-chat" / name
+    if not file.exists():
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=file.parent) as folder:
+            made, linked = Path(folder) / "native.o", Path(folder) / name
+            for command in ([*FLAGS, "-c", source, "-o", made], ["-shared", made, threads, "-o", linked]):
+                subprocess.run([*compiler.split(), *command], check=True, capture_output=True, timeout=60)
+            os.replace(linked, file)
+    return file
+
+
+def openmp() -> Path:
+    """The OpenMP library that torch has loaded: with one of their own, the kernels' threads would wait for work on the
+    cores on which torch's do the same. Raises OSError."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if "omp" in Path(line.split()[-1]).name:
+            return Path(line.split()[-1])
+    raise FileNotFoundError("torch has no OpenMP library")
+
+
+# ---- the kernels
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """softmax(q kᵀ / √D) v for one query: q [1, Hq, D], k and v [Hkv, S, D], dense along D -> [1, Hq, D] float32, and
+    the logarithm of the sum of exponentials [Hq] float32."""
+    heads, dim = q.shape[1:]
+    q, y, mass = q.float().contiguous(), torch.empty(1, heads, dim), torch.empty(heads)
+    strides = (c_long * 4)(*k.stride()[:2], *v.stride()[:2])
+    library().attend(
+        *(y.data_ptr(), mass.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr(), KINDS[k.dtype]),
+        *(k.shape[0], heads // k.shape[0], k.shape[1], dim, strides, torch.get_num_threads()),
+    )
+    return y, mass
+
+
+class Product:
+    """What a Linear, with the norm before it if there is one, makes of a few tokens; all in float32."""
+
+    def __init__(self, linear: Linear, norm: nn.Module | None = None, ending: int = SET):
+        self.linear = linear
+        weight, kind, steps = stored(linear)
+        scale = steps.float() if kind == INT8 else steps
+        bias = None if linear.bias is None else linear.bias.float()
+        self._kept = weight, scale, bias, norm and norm.weight
+        weight, scale, bias, norm_weight = (tensor if tensor is None else tensor.data_ptr() for tensor in self._kept)
+        self._outputs = linear.outputs // 2 if ending == SWIGLU else linear.outputs
+        self._norm = norm_weight, norm.eps if norm else 0.0
+        self._matrix = weight, kind, scale, bias, linear.outputs, linear.inputs
+        self._ending, self._product = ending, library().product
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, in] float32 -> [T, out] float32, of all ranks."""
+        y = torch.empty(len(x), self._outputs)
+        self._into(y, x, self._ending)
+        return self.linear.part.join(y)
+
+    def add(self, y: Tensor, x: Tensor) -> None:
+        """Add it to y [T, out], where that stands."""
+        if self.linear.part is WHOLE:
+            self._into(y, x, ADD)
+        else:
+            y += self(x)
+
+    def _into(self, y: Tensor, x: Tensor, ending: int) -> None:
+        x, threads = x.contiguous(), torch.get_num_threads()
+        self._product(y.data_ptr(), x.data_ptr(), len(x), *self._norm, *self._matrix, ending, threads)
+
+
+def stored(linear: Linear) -> tuple[Tensor, int, Tensor | None]:
+    """A Linear's weights as they are kept, of which kind, and their steps."""
+    if isinstance(linear, Int8Linear):
+        return linear.packed, INT8, linear.steps
+    if isinstance(linear, Int4Linear):
+        return linear.packed, INT4, linear.steps
+    return linear.weight, KINDS[linear.dtype], None
+
+
+# ---- a model's steps
+
+
+class Halves:
+    """A layer's ``before`` and ``after``, for a few tokens."""
+
+    def __init__(self, layer):
+        attention, mlp = layer.self_attn, layer.mlp
+        self.qkv = Product(attention.qkv_proj, layer.input_layernorm)
+        self.o = Product(attention.o_proj)
+        self.gate_up = Product(mlp.gate_up_proj, layer.post_attention_layernorm, SWIGLU)
+        self.down = Product(mlp.down_proj)
+        self.heads, self.kv_heads, self.dim = attention.heads, attention.kv_heads, attention.head_dim
+        self.norms, self.turned = (attention.q_norm, attention.k_norm), attention.turned
+
+    def before(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        qkv, (q_norm, k_norm) = self.qkv(x), self.norms
+        if self.turned or q_norm is not None:
+            library().turn(
+                *(qkv.data_ptr(), *qkv.shape, self.heads, self.kv_heads, self.dim),
+                *((q_norm.weight.data_ptr(), k_norm.weight.data_ptr(), q_norm.eps) if q_norm else (None, None, 0)),
+                *((cos.data_ptr(), sin.data_ptr()) if self.turned else (None, None)),
+            )
+        return qkv.unflatten(1, (-1, self.dim)).split((self.heads, self.kv_heads, self.kv_heads), 1)
+
+    def after(self, x: Tensor, y: Tensor) -> Tensor:
+        """Adds to x where that stands, and returns it."""
+        self.o.add(x, y.flatten(1).float())
+        self.down.add(x, self.gate_up(x))
+        return x
+
+
+def quicken(model) -> None:
+    """Have a Llama on a CPU make its steps with the kernels, if it can."""
+    matrices = [module for module in model.modules() if isinstance(module, Linear)]
+    if library() is None or not all(map(takes, matrices)):
+        return
+    for layer in model.layers:
+        halves = Halves(layer)
+        layer.before, layer.after = for_few(halves.before, layer.before), for_few(halves.after, layer.after)
+    head = Product(model.lm_head, model.norm)
+    model.head = for_few(head, model.head)
+
+
+def takes(linear: Linear) -> bool:
+    """Whether the kernels can read a matrix: one in 4 bits only in the order that torch gives it on most machines."""
+    if not isinstance(linear, Int4Linear):
+        return True
+    return linear.dtype is torch.bfloat16 and rows_in_a_block() == 4 * library().lanes()
+
+
+def for_few(fast, usual, most: int = FEW):
+    """``fast`` for at most so many tokens, which the first argument has, and ``usual`` for more."""
+    return lambda x, *others: (fast if len(x) <= most else usual)(x, *others)

@@ -1,0 +1,262 @@
+"""The kernels for a CPU: what they compute is what torch computes, and without them everything is as it was."""
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import HEADS, tiny_folder
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_chat import environment, start
+
+import native
+from cache import make
+from linear import FORMATS, Linear, fixed
+from model import RMSNorm, Rotary, load
+from native import ADD, FEW, SET, SWIGLU, Product
+from seam import Piece, attention
+
+needs_compiler = pytest.mark.skipif(
+    sys.platform != "linux" or not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="no C compiler"
+)
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+@needs_compiler
+def test_the_kernels_are_there():
+    assert native.library() is not None
+
+
+# ---- products
+
+
+def matrix(kind, inputs, outputs, bias):
+    """A matrix of each kind, and the values that it stands for, [out, in] float64."""
+    weight = torch.randn(outputs, inputs) / inputs**0.5
+    if isinstance(kind, torch.dtype):
+        made = Linear(inputs, outputs, bias)
+        made.weight = fixed(weight.to(kind))
+        values = made.weight.double()
+    else:
+        made = FORMATS[kind][0](inputs, outputs, bias)
+        made.pack(weight, torch.bfloat16)
+        wide = type(made)(inputs, outputs)
+        wide.packed, wide.steps = made.packed, fixed(made.steps.float())
+        values = wide.product(torch.eye(inputs)).T.double()  # in float32: by torch
+    if bias:
+        made.bias = fixed(torch.randn(outputs).to(made.dtype))
+    return made, values
+
+
+@needs_compiler
+@settings(max_examples=200, deadline=None)
+@given(
+    st.sampled_from([*DTYPES, "int8", "int4"]),
+    st.integers(1, FEW),
+    st.integers(1, 130),
+    st.integers(1, 70),
+    st.sampled_from([SET, ADD, SWIGLU]),
+    st.booleans(),
+    st.booleans(),
+    st.integers(0, 2**32),
+)
+def test_products_are_those_of_the_stored_values(kind, tokens, inputs, outputs, ending, normed, bias, seed):
+    torch.manual_seed(seed)
+    inputs, outputs = (inputs * 32, outputs * 64) if kind == "int4" else (inputs, 2 * outputs)
+    made, values = matrix(kind, inputs, outputs, bias)
+    norm = RMSNorm(inputs, 1e-5) if normed else None
+    x, expected = torch.randn(tokens, inputs), torch.zeros(())
+    if normed:
+        norm.weight = fixed(torch.randn(inputs))
+    wide = torch.nn.functional.rms_norm(x.double(), (inputs,), norm.weight.double(), 1e-5) if normed else x.double()
+    expected = wide @ values.T + (made.bias.double() if bias else 0)
+    if ending == SWIGLU:
+        gate, up = expected.chunk(2, -1)
+        expected = torch.nn.functional.silu(gate) * up
+    product = Product(made, norm, ending)
+    if ending == ADD:
+        y = torch.ones(tokens, outputs)
+        product.add(y, x)
+        y -= 1
+    else:
+        y = product(x)
+    torch.testing.assert_close(y.double(), expected, atol=2e-5 * (1 + expected.abs().max().item()), rtol=0)
+
+
+@needs_compiler
+def test_gates_far_from_zero_are_those_of_silu():
+    made, x = Linear(1, 2), torch.tensor([[-1e30], [-100.0], [-80.0], [0.0], [20.0], [100.0], [3e4]])
+    made.weight = fixed(torch.tensor([[1.0], [0.0]]))
+    made.bias = fixed(torch.tensor([0.0, 1.0]))
+    torch.testing.assert_close(Product(made, None, SWIGLU)(x), torch.nn.functional.silu(x))
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", [*DTYPES, "int8", "int4"])
+def test_what_is_not_a_number_is_not_hidden(kind):
+    made, _ = matrix(kind, 64, 64, False)
+    x = torch.ones(1, 64)
+    x[0, 5] = torch.nan
+    assert Product(made)(x).isnan().all()
+    assert attention(x.view(1, 1, 64), [Piece(torch.ones(1, 9, 64), torch.ones(1, 9, 64))]).isnan().all()
+
+
+# ---- positions
+
+
+@needs_compiler
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("turned", [False, True])
+def test_heads_are_normed_and_turned(tokens, normed, turned, tiny_gqa):
+    """As model.py has them; the heads of v are left alone."""
+    model = load(tiny_gqa)
+    layer, config = model.layers[0], model.config
+    halves, attention = native.Halves(layer), layer.self_attn
+    if normed:
+        norms = RMSNorm(config.head_dim, 1e-6), RMSNorm(config.head_dim, 1e-6)
+        for norm in norms:
+            norm.weight = fixed(torch.randn(config.head_dim))
+        halves.norms = attention.q_norm, attention.k_norm = norms
+    halves.turned = attention.turned = turned
+    x, places = torch.randn(tokens, config.hidden_size), Rotary(config)(torch.arange(7, 7 + tokens))
+    expected = attention(layer.input_layernorm(x), *places)
+    for mine, theirs in zip(halves.before(x, *places), expected, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
+
+
+# ---- attention
+
+
+@needs_compiler
+@settings(max_examples=150, deadline=None)
+@given(
+    st.sampled_from(DTYPES),
+    st.integers(1, 4),
+    st.integers(1, 5),
+    st.sampled_from([2, 8, 20, 64, 128]),
+    st.one_of(st.integers(1, 300), st.sampled_from([128, 129, 1024, 2500])),
+    st.sampled_from([0.0, 1.0, 30.0]),
+    st.booleans(),
+    st.integers(0, 2**32),
+)
+def test_attention_of_one_query_is_that_of_the_formula(dtype, kv_heads, group, dim, tokens, sharp, mixed, seed):
+    """Also over tokens first instead of heads first, as pages have them, and where a score is far above the others."""
+    torch.manual_seed(seed)
+    q = sharp * torch.randn(1, kv_heads * group, dim)
+    shape = (tokens, kv_heads, dim) if mixed else (kv_heads, tokens, dim)
+    k, v = (torch.randn(shape).to(dtype) for _ in range(2))
+    k, v = (k.transpose(0, 1), v.transpose(0, 1)) if mixed else (k, v)
+    scores = torch.einsum("hgd,hsd->hgs", q.view(kv_heads, group, dim).double(), k.double()) / dim**0.5
+    expected = (scores.softmax(-1) @ v.double()).view(1, -1, dim)
+    y, mass = native.attend(q, k, v)
+    torch.testing.assert_close(y.double(), expected, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(mass.double(), scores.logsumexp(-1).flatten(), atol=1e-4, rtol=1e-5)
+    if tokens > 1:  # in pieces
+        cut = [0, *sorted(torch.randint(1, tokens, (2,)).unique().tolist()), tokens]
+        pieces = [Piece(k[:, a:b], v[:, a:b]) for a, b in zip(cut, cut[1:], strict=False)]
+        torch.testing.assert_close(attention(q, pieces).double(), expected, atol=1e-5, rtol=1e-4)
+
+
+# ---- steps
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    made, wide = tmp_path_factory.mktemp("models"), {"hidden_size": 128, "intermediate_size": 128}
+    for name, (heads, kv_heads) in HEADS.items():
+        tiny_folder(made / name, 0.1, num_attention_heads=heads, num_key_value_heads=kv_heads, **wide)
+    tiny_folder(made / "biased", 0.1, attention_bias=True, mlp_bias=True, tie_word_embeddings=True, **wide)
+    return made
+
+
+def logits(model, kind):
+    """Of a prompt, steps, and passes of a few tokens at once."""
+    kv_cache, tokens, seen = make(kind, model.config, 128, model.device, model.dtype), [*range(40, 140)], []
+    for n in (40, 1, 1, 1, FEW, 1, 2, 20, 1):
+        kv_cache.extend(n)
+        seen.append(model.head(model(torch.tensor(tokens[:n]), kv_cache)))
+        tokens = tokens[n:]
+    return torch.cat(seen)
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", ["contiguous", "paged"])
+@pytest.mark.parametrize("name", [*HEADS, "biased"])
+@pytest.mark.parametrize(
+    ("dtype", "quantize", "error"),
+    [
+        *((torch.float32, None, 2e-5), (torch.float16, None, 0.01), (torch.bfloat16, None, 0.1)),
+        *((None, "int8", 0.1), (None, "int4", 0.1), (torch.float32, "int8", 2e-5), (torch.float32, "int4", 2e-5)),
+    ],
+)
+def test_steps_are_those_of_torch(name, dtype, quantize, error, kind, folders, monkeypatch):
+    """Within the rounding of the dtype, which the kernels do less of."""
+    fast = logits(load(folders / name, dtype=dtype, quantize=quantize), kind)
+    monkeypatch.setattr(native, "library", lambda: None)
+    usual = logits(load(folders / name, dtype=dtype, quantize=quantize), kind)
+    torch.testing.assert_close(fast, usual, atol=error * usual.abs().max().item(), rtol=0)
+    assert quantize or dtype is torch.float32 or not torch.equal(fast, usual)  # it was not the same code
+
+
+def test_half_precision_is_attended_in_float32_where_the_processor_has_no_kernels_for_it(monkeypatch):
+    q, k, v = (torch.randn(n, heads, 8) for n, heads in ((3, 4), (2, 5), (2, 5)))
+    expected = attention(q, [Piece(k, v)])
+    monkeypatch.setattr("seam.cpu_multiplies", lambda dtype: False)
+    mask = torch.zeros(3, 5).half()
+    for pieces in ([Piece(k.half(), v.half())], [Piece(k[:, :2].half(), v[:, :2].half(), mask[:, :2])]):
+        whole = expected if pieces[0].mask is None else attention(q, [Piece(k[:, :2], v[:, :2])])
+        torch.testing.assert_close(attention(q, pieces), whole, atol=2e-3, rtol=2e-3)
+
+
+# ---- where there is no compiler
+
+
+@needs_compiler
+def test_it_is_compiled_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    file = native.built()
+    assert file.parent.stat().st_mode & 0o777 == 0o700
+    monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: pytest.fail("compiled again"))
+    assert native.built() == file
+    assert [path.name for path in file.parent.iterdir()] == [file.name]
+
+
+@needs_compiler
+def test_another_processor_has_its_own(tmp_path, monkeypatch):
+    """A home may be shared by machines, one of which has not the other's instructions."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    here, read = native.built(), native.Path.read_text
+    less = lambda path: "flags : fpu" if path.name == "cpuinfo" else read(path)  # noqa: E731
+    monkeypatch.setattr(native.Path, "read_text", less)
+    assert native.built() != here
+
+
+@pytest.mark.parametrize("fault", ["none", "broken", "full"])
+def test_without_a_compiler_the_answer_is_the_same(fault, tiny_gqa, tmp_path):
+    """None in PATH, one that fails, and no place for what it makes; 4 tokens of float32, greedy."""
+    cases = {
+        "none": {"PATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)},
+        "broken": {"CC": "false", "XDG_CACHE_HOME": str(tmp_path)},
+        "full": {"XDG_CACHE_HOME": "/proc"},
+    }
+    command = ("--model", tiny_gqa, "-p", "hi", "--temp", "0", "-n", "4", "--device", "cpu")
+    answers = []
+    for more in ({}, cases[fault]):
+        process = start(*command, env=environment(**more))
+        answers.append(process.communicate(timeout=100)[0])
+        assert process.returncode == 0
+    assert answers[0] == answers[1] != b""
+
+
+def test_weights_that_the_kernels_cannot_read_are_left_to_torch(folders, monkeypatch):
+    """torch orders 4 bits in its own way on each processor."""
+    model = load(folders / "GQA", quantize="int4")
+    usual = logits(model, "contiguous")
+    if native.library() is not None:
+        monkeypatch.setattr(native, "rows_in_a_block", lambda: 0)
+    other = load(folders / "GQA", quantize="int4")
+    assert "before" not in vars(other.layers[0]) and not native.takes(other.layers[0].mlp.down_proj)
+    torch.testing.assert_close(logits(other, "contiguous"), usual, atol=0.2 * usual.abs().max().item(), rtol=0)
