@@ -101,11 +101,12 @@ static inline float dot(const void *w, enum kind kind, const float *x, long n) {
     return sum((a + b) + (c + d));
 }
 
-/* e^x for -87 <= x <= 88, to a few units in the last place: 2^whole · 2^part, the second by its Taylor series. */
+/* e^x for -87 <= x <= 88, to a few units in the last place: 2^whole · e^part, the second by its Taylor series. */
 static inline float exponential(float x) {
     x = x < -87 ? -87 : x > 88 ? 88 : x;
-    float turns = x * 1.44269504f, whole = turns + 12582912.f - 12582912.f; /* rounded, as 1.5 · 2^23 leaves no bits */
-    float part = (turns - whole) * 0.69314718f, power = 1 + part * (1.f / 6);
+    float whole = x * 1.44269504f + 12582912.f - 12582912.f; /* rounded, as 1.5 · 2^23 leaves no bits below 1 */
+    float part = x - whole * 0.693359375f + whole * 2.12194440e-4f; /* x - whole · ln 2, which has more digits */
+    float power = 1 + part * (1.f / 6);
     power = 1 + part * (1.f / 5) * power;
     power = 1 + part * (1.f / 4) * power;
     power = 1 + part * (1.f / 3) * power;

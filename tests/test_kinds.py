@@ -155,7 +155,8 @@ def test_attention_over_pieces_is_attention_over_the_whole_by_the_kernel_and_by_
     """Also where a query sees nothing of a piece, and where scores are so large that exp alone would overflow."""
     tokens, cuts = data.draw(st.integers(1, 9)), sorted(data.draw(st.sets(st.integers(1, 39), max_size=4)))
     random = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
-    q = torch.randn(tokens, 4, 8, generator=random) * data.draw(st.sampled_from([1, 200]))
+    scale = data.draw(st.sampled_from([1, 200]))
+    q = torch.randn(tokens, 4, 8, generator=random) * scale
     k, v = torch.randn(2, 2, 40, 8, generator=random)
     hidden = torch.rand(tokens, 40, generator=random) < data.draw(st.sampled_from([0, 0.5, 0.97]))
     hidden[:, 0] = False  # the first piece has something for every query
@@ -163,17 +164,18 @@ def test_attention_over_pieces_is_attention_over_the_whole_by_the_kernel_and_by_
     ends = [0, *cuts, 40]
     pieces = [Piece(k[:, a:b], v[:, a:b], mask[:, a:b]) for a, b in zip(ends, ends[1:], strict=False)]
     whole = attention(q, [Piece(k, v, mask)])
-    torch.testing.assert_close(attention(q, pieces), whole, atol=1e-5, rtol=0)
+    error = 1e-5 if scale == 1 else 2e-4  # float32 itself rounds scores of 1,000 to 6e-5
+    torch.testing.assert_close(attention(q, pieces), whole, atol=error, rtol=0)
     grouped = q.unflatten(1, (2, -1)).permute(1, 2, 0, 3)
     for piece in pieces:
-        for a, b in zip(_partial(grouped, piece), _by_hand(*_fold(grouped, piece), piece.mask, False), strict=True):
+        for a, b in zip(_partial(grouped, piece), _by_hand(*_fold(grouped, piece), False), strict=True):
             torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-5)
 
 
 def test_causal_attention_by_hand_is_the_kernels():
     q, k, v = torch.randn(2, 2, 7, 8), torch.randn(2, 7, 8), torch.randn(2, 7, 8)
     piece = Piece(k, v, causal=True)
-    for a, b in zip(_partial(q, piece), _by_hand(*_fold(q, piece), None, True), strict=True):
+    for a, b in zip(_partial(q, piece), _by_hand(*_fold(q, piece), True), strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
 
 

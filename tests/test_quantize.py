@@ -152,10 +152,10 @@ def test_logits_are_those_of_the_values(mode, folder):
     torch.testing.assert_close(logits_of(model, 80), logits_of(plain, 80), atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-4), (torch.bfloat16, 0.3)])
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-4), (torch.bfloat16, 0.4)])
 @pytest.mark.parametrize("mode", MODES)
 def test_cached_equals_recomputed(mode, dtype, error, folder):
-    """In bfloat16 within rounding, which is coarse for these logits of up to 10."""
+    """In bfloat16 within rounding, which is coarse for these logits of up to 10; single tokens are rounded less."""
     model = load(folder, dtype=dtype, quantize=mode)
     assert model.dtype is dtype
     whole = logits_of(model, len(TOKENS))
