@@ -30,6 +30,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+import native
 from paged import PagedCache
 from quantized import Int4Cache, Int8Cache
 from seam import CacheFull, KVCache, attention
@@ -95,9 +96,17 @@ class ContiguousCache(KVCache):
             (config.num_hidden_layers, 2, config.num_key_value_heads, capacity, config.head_dim)
         )
         self._layer = [layer.unbind() for layer in self.keys_values]  # K and V [Hkv, capacity, D] of each
+        kernels = self.device.type == "cpu" and native.library() is not None
+        self._held = [native.Held(*layer) for layer in self._layer] if kernels else None
 
     def _memory(self, shape: tuple[int, ...]) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if len(q) > 1 or self._held is None:
+            return super().attend(layer, q, k, v)
+        last, window = self._span[0], self.config.windows[layer]
+        return self._held[layer].attend(q, k, v, 0 if window is None else max(0, last + 1 - window), last)
 
     def _store(self, layer: int, k: Tensor, v: Tensor) -> None:
         tokens = k.shape[1]
@@ -363,6 +372,7 @@ class StagedCache(OffloadCache):
         self, config, capacity: int, device: str | torch.device, dtype: torch.dtype, folder: Path | None = None
     ):
         super().__init__(config, capacity, device, dtype, folder)
+        self._held = None  # what is attended lies in a window
         self._windows = [torch.empty(self.keys_values.shape[1:], dtype=dtype, device=device) for _ in range(2)]
         self._coming: int | None = None  # the layer that is in the second window, or on its way
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None

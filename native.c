@@ -50,9 +50,11 @@ static const int size_of[] = {4, 2, 2, 1};
 static inline long padded(long n) { return (n + LANES - 1) / LANES * LANES; }
 
 static inline float sum(vec v) {
-    float s = 0;
-    for (int i = 0; i < LANES; i++) s += v[i];
-    return s;
+    float s[LANES];
+    memcpy(s, &v, sizeof s);
+    for (int n = LANES / 2; n; n /= 2) /* each needs the one before, so in few rounds */
+        for (int i = 0; i < n; i++) s[i] += s[i + n];
+    return s[0];
 }
 
 static inline vec load(const void *from, enum kind kind) {
@@ -81,6 +83,25 @@ static inline void widen(float *to, const void *from, enum kind kind, long n) {
     if (i < n) {
         vec v = load_rest((const char *)from + i * size_of[kind], kind, n - i);
         memcpy(to + i, &v, sizeof v);
+    }
+}
+
+/* The inverse, rounded to the nearest. */
+static inline void narrow(void *to, const float *from, enum kind kind, long n) {
+    for (long i = 0; i < n; i++) {
+        uint32_t bits;
+        memcpy(&bits, from + i, sizeof bits);
+        switch (kind) {
+        case F32: ((float *)to)[i] = from[i]; break;
+        case BF16: /* half of what is cut off is added, to the even one; what is not a number remains that */
+            ((uint16_t *)to)[i] = from[i] != from[i] ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+            break;
+#if defined(__F16C__)
+        default: ((uint16_t *)to)[i] = _cvtss_sh(from[i], 0); break;
+#else
+        default: ((_Float16 *)to)[i] = from[i]; break;
+#endif
+        }
     }
 }
 
@@ -286,10 +307,15 @@ static inline void look(float *y, const float *q, const char *k, const char *v, 
 }
 
 /* softmax(q kᵀ / √D) v for one query of kv_heads · group heads, over S tokens -> y [heads, D], and the logarithm of
- * the sum of exponentials in mass [heads]. Strides of k and v, from head to head and from token to token, in elements.
- * The length is split, so that few heads keep all threads busy (flash-decoding). */
-void attend(float *y, float *mass, const float *q, const void *k, const void *v, enum kind kind, long kv_heads,
-            long group, long S, long D, const long *strides, int threads) {
+ * the sum of exponentials in mass [heads]. Where new_k and new_v [kv_heads, D] are given, they are stored as the last
+ * of the tokens first. Strides of k and v, from head to head and from token to token, in elements. The length is
+ * split, so that few heads keep all threads busy (flash-decoding). */
+void attend(float *y, float *mass, const float *q, const float *new_k, const float *new_v, void *k, void *v,
+            enum kind kind, long kv_heads, long group, long S, long D, const long *strides, int threads) {
+    for (long h = 0; new_k && h < kv_heads; h++) {
+        narrow((char *)k + (h * strides[0] + (S - 1) * strides[1]) * size_of[kind], new_k + h * D, kind, D);
+        narrow((char *)v + (h * strides[2] + (S - 1) * strides[3]) * size_of[kind], new_v + h * D, kind, D);
+    }
     const long most = (8 * threads + kv_heads - 1) / kv_heads, whole = (S + 2 * AT_ONCE - 1) / (2 * AT_ONCE);
     const long splits = whole < most ? whole : most, each = (S + splits - 1) / splits;
     const long heads = kv_heads * group, width = D + 2;
@@ -320,7 +346,7 @@ void attend(float *y, float *mass, const float *q, const void *k, const void *v,
             for (long i = 0; i < D; i++) y[h * D + i] += weight * part[i];
         }
         for (long i = 0; i < D; i++) y[h * D + i] /= total;
-        mass[h] = top + __builtin_logf(total);
+        if (mass) mass[h] = top + __builtin_logf(total);
     }
     free(parts);
 }

@@ -44,7 +44,7 @@ def library() -> ctypes.CDLL | None:
         *(c_long, c_long, c_int, c_int),
     ]
     kernels.turn.argtypes = [c_void_p, *[c_long] * 5, c_void_p, c_void_p, c_float, c_void_p, c_void_p]
-    kernels.attend.argtypes = [*[c_void_p] * 5, c_int, *[c_long] * 4, c_void_p, c_int]
+    kernels.attend.argtypes = [*[c_void_p] * 7, c_int, *[c_long] * 4, c_void_p, c_int]
     return kernels
 
 
@@ -64,7 +64,7 @@ def built() -> Path:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=file.parent) as folder:
             made, linked = Path(folder) / "native.o", Path(folder) / name
-            for command in ([*FLAGS, "-c", source, "-o", made], ["-shared", made, threads, "-o", linked]):
+            for command in ([*FLAGS, "-c", source, "-o", made], ["-shared", made, threads, "-lm", "-o", linked]):
                 subprocess.run([*compiler.split(), *command], check=True, capture_output=True, timeout=60)
             os.replace(linked, file)
     return file
@@ -85,14 +85,35 @@ def openmp() -> Path:
 def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """softmax(q kᵀ / √D) v for one query: q [1, Hq, D], k and v [Hkv, S, D], dense along D -> [1, Hq, D] float32, and
     the logarithm of the sum of exponentials [Hq] float32."""
-    heads, dim = q.shape[1:]
-    q, y, mass = q.float().contiguous(), torch.empty(1, heads, dim), torch.empty(heads)
+    q, y, mass = q.float().contiguous(), torch.empty(q.shape), torch.empty(q.shape[1])
     strides = (c_long * 4)(*k.stride()[:2], *v.stride()[:2])
-    library().attend(
-        *(y.data_ptr(), mass.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr(), KINDS[k.dtype]),
-        *(k.shape[0], heads // k.shape[0], k.shape[1], dim, strides, torch.get_num_threads()),
-    )
+    places = k.data_ptr(), v.data_ptr(), KINDS[k.dtype]
+    _attend((y.data_ptr(), mass.data_ptr(), q.data_ptr(), None, None), places, q.shape, k.shape[0], k.shape[1], strides)
     return y, mass
+
+
+class Held:
+    """K and V [Hkv, capacity, D] of a layer, dense, to which a step adds one token and attends."""
+
+    def __init__(self, keys: Tensor, values: Tensor):
+        self._kept = keys, values
+        self._kind, self._kv_heads, self._token = KINDS[keys.dtype], len(keys), keys.stride(1) * keys.element_size()
+        self._strides = (c_long * 4)(*keys.stride()[:2], *values.stride()[:2])
+        self._keys, self._values = keys.data_ptr(), values.data_ptr()
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, first: int, last: int) -> Tensor:
+        """Store k and v [1, Hkv, D] in slot ``last``, and attend with q [1, Hq, D] from slot ``first`` to there."""
+        q, k, v, y = q.float().contiguous(), k.float().contiguous(), v.float().contiguous(), torch.empty(q.shape)
+        places = self._keys + first * self._token, self._values + first * self._token, self._kind
+        new = y.data_ptr(), None, q.data_ptr(), k.data_ptr(), v.data_ptr()
+        _attend(new, places, q.shape, self._kv_heads, last + 1 - first, self._strides)
+        return y
+
+
+def _attend(new: tuple, places: tuple, shape: torch.Size, kv_heads: int, tokens: int, strides: ctypes.Array) -> None:
+    _, heads, dim = shape
+    threads = torch.get_num_threads()
+    library().attend(*new, *places, kv_heads, heads // kv_heads, tokens, dim, strides, threads)
 
 
 class Product:
@@ -160,11 +181,11 @@ class Halves:
                 *((q_norm.weight.data_ptr(), k_norm.weight.data_ptr(), q_norm.eps) if q_norm else (None, None, 0)),
                 *((cos.data_ptr(), sin.data_ptr()) if self.turned else (None, None)),
             )
-        return qkv.unflatten(1, (-1, self.dim)).split((self.heads, self.kv_heads, self.kv_heads), 1)
+        return qkv.view(len(x), -1, self.dim).split_with_sizes((self.heads, self.kv_heads, self.kv_heads), 1)
 
     def after(self, x: Tensor, y: Tensor) -> Tensor:
         """Adds to x where that stands, and returns it."""
-        self.o.add(x, y.flatten(1).float())
+        self.o.add(x, y.float())
         self.down.add(x, self.gate_up(x))
         return x
 
