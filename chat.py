@@ -112,11 +112,11 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add(
         "--cache",
         choices=CACHES,
-        help="how K and V are kept; none recomputes everything at each step (default: contiguous)",
+        help="how K and V are kept (default: contiguous); none recomputes all at each step; see --sinks too",
     )
     add("--cache-dir", type=Path, metavar="DIR", help="with --cache offload: keep the cache in a file there")
     add("--draft", metavar="lookup|DIR", help="guess ahead: by what was said, or by a smaller model")
-    add("--compile", action="store_true", help="have torch compile the steps first, and say what that gains")
+    add("--compile", action="store_true", help="have torch compile the steps, for a GPU; told is what it gains")
     add("--sinks", type=int, metavar="N", help="a chat without end: keep the first N tokens and the recent ones")
     add(
         "--on-full",
@@ -333,10 +333,11 @@ def plan(args: argparse.Namespace) -> None:
         other = share(replace(whole, num_key_value_heads=count), world)
         print(f"  {label}, {count:>3} heads              {size(KINDS['contiguous'].bytes_for(other, most, dtype))}")
     free = free_memory(device) // (world if device.type == "cpu" else 1)  # ranks share a machine, and not a GPU
+    made_for = config.max_position_embeddings
     fits = max(0, free - weights) // KINDS["contiguous"].bytes_for(config, 1, dtype)
     each = " each" if args.world else ""
     print(f"\n{f'free on {device.type}{each}':<30}{size(free)}")
-    print(f"largest context that fits     {fits} tokens (the model was made for {config.max_position_embeddings})")
+    print(f"largest context that fits     {min(fits, made_for)} tokens (made for {made_for}; memory would hold {fits})")
 
 
 def list_models() -> None:

@@ -78,14 +78,14 @@ class Repl:
         cache, model = self.conversation.session.cache, self.conversation.session.model
         note(
             f"{model.name}, {str(model.dtype).removeprefix('torch.')} on {model.where}; "
-            f"context {cache.capacity} tokens, {cache.bytes_per_token:,} bytes of cache each; /help lists the commands"
+            f"context {cache.capacity} tokens, {cache.bytes_per_token:,} bytes of cache a token; /help lists commands"
         )
 
     def _take(self, text: str) -> None:
         if text.startswith("/") and not text.startswith("//") and "\n" not in text:
             name, _, argument = text[1:].strip().partition(" ")
             if name not in COMMANDS:
-                raise ChatError(f"no command /{name}{nearest(name, COMMANDS)}; /help lists them")
+                raise ChatError(f"{unknown(name)}; /help lists them")
             COMMANDS[name].run(self, argument.strip())
         else:
             self._say(unquoted(text))
@@ -139,15 +139,16 @@ class Repl:
         cache, model, turn = session.cache, session.model, session.last
         left = self.conversation.left
         used, then = cache.longest - left, f"{left} left"
+        size = min(cache.bytes_used, cache.bytes_at(used))  # what /undo takes back is cut with the next message
         if cache.longest > cache.capacity:
-            used, then = cache.held, f"{cache.forgotten} in the middle forgotten"
+            used, then, size = cache.held, f"{cache.forgotten} in the middle forgotten", cache.bytes_used
         facts = [
             "NEARLY FULL" if left <= cache.capacity // 10 else "",
             f"{used}/{cache.capacity} tokens, {then}",
-            of(cache.bytes_used, cache.bytes_reserved),
+            of(size, cache.bytes_reserved),
             f"{turn.decode_tok_s:.1f} tok/s" if turn else "",
-            f"{model.name}, {str(model.dtype).removeprefix('torch.')} on {model.where}",
             f"branch {self.conversation.name}" if len(self.conversation.branches) > 1 else "",
+            f"{model.name}, {str(model.dtype).removeprefix('torch.')} on {model.where}",
         ]
         return " " + " │ ".join(filter(None, facts)).translate(CONTROL)
 
@@ -220,9 +221,11 @@ class Repl:
     def help(self, argument: str) -> None:
         name = argument.removeprefix("/")
         if name and name not in COMMANDS:
-            raise ChatError(f"no command /{name}{nearest(name, COMMANDS)}")
+            raise ChatError(unknown(name))
         for each in [name] if name else COMMANDS:
             say(f"/{each + ' ' + COMMANDS[each].arguments:<30} {COMMANDS[each].help}")
+        if name == "set":
+            self.show("")
         for key, does in KEYS.items() if not name else ():
             say(f"{key:<31} {does}")
 
@@ -376,6 +379,10 @@ COMMANDS = {
     "model": Command("PATH", "go on with another model", Repl.model, None),
     "quit": Command("", "leave, as Ctrl-D does", Repl.quit),
 }
+
+
+def unknown(name: str) -> str:
+    return f"no command /{name}{nearest(f'/{name}', [f'/{known}' for known in COMMANDS])}"
 
 
 def turns(messages: list[dict]) -> str:

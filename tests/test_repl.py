@@ -337,11 +337,11 @@ def test_every_command_and_key_is_in_the_help_and_one_command_has_its_own(termin
     assert all(any(line.startswith(f"/{name} ") for line in lines) for name in repl.COMMANDS)
     assert all(any(line.startswith(key) for line in lines) for key in reader.KEYS)
     assert terminal.say("/help undo")[1:] == [f"/{'undo [n]':<30} take back the last turn, or n of them"]
-    assert "did you mean undo?" in terminal.say("/help und")[1]
+    assert "did you mean /undo?" in terminal.say("/help und")[1]
 
 
 def test_unknown_command_suggests_the_nearest(terminal):
-    assert terminal.say("/retyr")[1] == "chat: no command /retyr; did you mean retry?; /help lists them"
+    assert terminal.say("/retyr")[1] == "chat: no command /retyr; did you mean /retry?; /help lists them"
 
 
 def test_quotes_hold_several_lines_and_two_slashes_are_one(terminal):
