@@ -103,7 +103,7 @@ class ContiguousCache(KVCache):
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if len(q) > 1 or self._held is None:
+        if q.shape[0] > 1 or self._held is None:
             return super().attend(layer, q, k, v)
         last, window = self._span[0], self.config.windows[layer]
         return self._held[layer].attend(q, k, v, 0 if window is None else max(0, last + 1 - window), last)

@@ -50,11 +50,11 @@ static const int size_of[] = {4, 2, 2, 1};
 static inline long padded(long n) { return (n + LANES - 1) / LANES * LANES; }
 
 static inline float sum(vec v) {
-    float s[LANES];
-    memcpy(s, &v, sizeof s);
-    for (int n = LANES / 2; n; n /= 2) /* each needs the one before, so in few rounds */
-        for (int i = 0; i < n; i++) s[i] += s[i + n];
-    return s[0];
+    typedef float quad __attribute__((vector_size(16)));
+    quad parts[LANES / 4];
+    memcpy(parts, &v, sizeof v);
+    for (int i = 1; i < LANES / 4; i++) parts[0] += parts[i];
+    return (parts[0][0] + parts[0][1]) + (parts[0][2] + parts[0][3]);
 }
 
 static inline vec load(const void *from, enum kind kind) {
@@ -74,6 +74,7 @@ static inline vec load_rest(const void *from, enum kind kind, long n) {
     return load(all, kind);
 }
 
+/* Into floats, followed by zeros up to a multiple of LANES. */
 static inline void widen(float *to, const void *from, enum kind kind, long n) {
     long i = 0;
     for (; i + LANES <= n; i += LANES) {
@@ -151,19 +152,47 @@ static void rms_norm(float *y, const float *x, const float *weight, float eps, l
 
 /* ---- products ---- */
 
-/* Outputs first to last (not included) of x [T, n] times weightᵀ. A row that several tokens need is widened once. */
+#define ROWS 2
+#define TOKENS 4
+
+/* y [TOKENS, ROWS] of as many rows of w and of x, each of n values, n a multiple of LANES. What is loaded once serves
+ * several products, so that it is the multiplying that takes the time. */
+static inline void tile(float y[TOKENS][ROWS], const float *w, const float *x, long n) {
+    vec sums[TOKENS][ROWS] = {0};
+    for (long i = 0; i < n; i += LANES) {
+        const vec row[ROWS] = {load(w + i, F32), load(w + n + i, F32)};
+#pragma GCC unroll 4
+        for (int t = 0; t < TOKENS; t++) {
+            const vec at = load(x + t * n + i, F32);
+            sums[t][0] += row[0] * at;
+            sums[t][1] += row[1] * at;
+        }
+    }
+#pragma GCC unroll 4
+    for (int t = 0; t < TOKENS; t++)
+        for (int r = 0; r < ROWS; r++) y[t][r] = sum(sums[t][r]);
+}
+
+/* Outputs first to last (not included) of x [T, n] times weightᵀ. x has zeros behind each row up to a multiple of
+ * LANES, and rows of zeros up to a multiple of TOKENS unless T is 1. */
 static inline void rows_of(float *y, const float *x, long T, const void *weight, enum kind kind, const float *steps,
                            long first, long last, long outputs, long n) {
-    float wide[padded(n)];
-    for (long row = first; row < last; row++) {
-        const char *w = (const char *)weight + row * n * size_of[kind];
-        const float step = steps ? steps[row] : 1;
-        if (T == 1) {
-            y[row] = step * dot(w, kind, x, n);
-            continue;
+    const long width = padded(n), row_size = n * size_of[kind];
+    const char *w = (const char *)weight + first * row_size;
+    if (T == 1) {
+        for (long row = first; row < last; row++, w += row_size) y[row] = dot(w, kind, x, n) * (steps ? steps[row] : 1);
+        return;
+    }
+    float wide[ROWS * width], products[TOKENS][ROWS];
+    for (long row = first; row < last; row += ROWS) {
+        const long rows = last - row < ROWS ? last - row : ROWS;
+        for (long r = 0; r < rows; r++, w += row_size) widen(wide + r * width, w, kind, n);
+        for (long t = 0; t < T; t += TOKENS) {
+            tile(products, wide, x + t * width, width);
+            for (long i = 0; i < TOKENS && t + i < T; i++)
+                for (long r = 0; r < rows; r++)
+                    y[(t + i) * outputs + row + r] = products[i][r] * (steps ? steps[row + r] : 1);
         }
-        widen(wide, w, kind, n);
-        for (long t = 0; t < T; t++) y[t * outputs + row] = step * dot(wide, F32, x + t * padded(n), padded(n));
     }
 }
 
@@ -204,13 +233,15 @@ static void block_of(float *y, const float *x, long T, const uint8_t *packed, co
 /* y (=, += or SwiGLU of) weight · x + bias for each of T tokens; x is normed first where norm is given. */
 void product(float *y, const float *x, long T, const float *norm, float eps, const void *weight, enum kind kind,
              const void *steps, const float *bias, long outputs, long n, enum ending ending, int threads) {
-    float *made = malloc(sizeof(float) * T * (padded(n) + outputs)), *in = made + T * outputs;
+    const long width = padded(n), lines = T == 1 ? 1 : (T + TOKENS - 1) / TOKENS * TOKENS;
+    float *made = malloc(sizeof(float) * (T * outputs + lines * width)), *in = made + T * outputs;
     for (long t = 0; t < T; t++) {
-        float *row = in + t * padded(n);
+        float *row = in + t * width;
         if (norm) rms_norm(row, x + t * n, norm, eps, n);
         else memcpy(row, x + t * n, n * sizeof *x);
-        memset(row + n, 0, (padded(n) - n) * sizeof *x);
+        memset(row + n, 0, (width - n) * sizeof *x);
     }
+    memset(in + T * width, 0, (lines - T) * width * sizeof *x);
     const long piece = kind == I4 ? 4 * LANES : 16, pieces = (outputs + piece - 1) / piece;
 #pragma omp parallel num_threads(threads)
     {

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -73,10 +74,11 @@ def built() -> Path:
 def openmp() -> Path:
     """The OpenMP library that torch has loaded: with one of their own, the kernels' threads would wait for work on the
     cores on which torch's do the same. Raises OSError."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        if "omp" in Path(line.split()[-1]).name:
-            return Path(line.split()[-1])
-    raise FileNotFoundError("torch has no OpenMP library")
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    loaded = [line.split(maxsplit=5)[-1] for line in maps if re.search(r"/lib[gi]?omp[^/]*\.so", line)]
+    if not loaded:
+        raise FileNotFoundError("torch has no OpenMP library")
+    return Path(max(loaded, key=lambda path: "/torch/" in path))
 
 
 # ---- the kernels
@@ -133,7 +135,7 @@ class Product:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, in] float32 -> [T, out] float32, of all ranks."""
-        y = torch.empty(len(x), self._outputs)
+        y = torch.empty(x.shape[0], self._outputs)
         self._into(y, x, self._ending)
         return self.linear.part.join(y)
 
@@ -146,7 +148,7 @@ class Product:
 
     def _into(self, y: Tensor, x: Tensor, ending: int) -> None:
         x, threads = x.contiguous(), torch.get_num_threads()
-        self._product(y.data_ptr(), x.data_ptr(), len(x), *self._norm, *self._matrix, ending, threads)
+        self._product(y.data_ptr(), x.data_ptr(), x.shape[0], *self._norm, *self._matrix, ending, threads)
 
 
 def stored(linear: Linear) -> tuple[Tensor, int, Tensor | None]:
@@ -181,7 +183,7 @@ class Halves:
                 *((q_norm.weight.data_ptr(), k_norm.weight.data_ptr(), q_norm.eps) if q_norm else (None, None, 0)),
                 *((cos.data_ptr(), sin.data_ptr()) if self.turned else (None, None)),
             )
-        return qkv.view(len(x), -1, self.dim).split_with_sizes((self.heads, self.kv_heads, self.kv_heads), 1)
+        return qkv.view(x.shape[0], -1, self.dim).split_with_sizes((self.heads, self.kv_heads, self.kv_heads), 1)
 
     def after(self, x: Tensor, y: Tensor) -> Tensor:
         """Adds to x where that stands, and returns it."""
@@ -211,4 +213,4 @@ def takes(linear: Linear) -> bool:
 
 def for_few(fast, usual, most: int = FEW):
     """``fast`` for at most so many tokens, which the first argument has, and ``usual`` for more."""
-    return lambda x, *others: (fast if len(x) <= most else usual)(x, *others)
+    return lambda x, *others: (fast if x.shape[0] <= most else usual)(x, *others)
