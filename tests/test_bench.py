@@ -13,7 +13,7 @@ from safetensors import safe_open
 import bench
 from cache import make
 from generate import Sampling, Session, passes
-from measure.engines import Silent, Subject
+from measure.engines import Roof, Silent, Subject
 from measure.peers import LLAMA_CPP, TRANSFORMERS, LlamaCpp, PeerError, Transformers, write_gguf
 from measure.plots import cache_sizes
 from model import Config, Llama, load, random_model
@@ -88,6 +88,23 @@ def test_an_engine_that_stops_is_left_out(capsys):
     running = bench.Run({"paged": Subject("nowhere")}, 10)
     assert not running.engines
     assert capsys.readouterr().err == "bench: paged is left out: nowhere: no such model folder\n"
+
+
+def test_a_dtype_without_fast_kernels_is_measured_once(monkeypatch):
+    calls, slow = [], torch.float16
+
+    def seconds(self, product, times):
+        dtype = product.args[0].dtype
+        calls.append((dtype, times))
+        return 11.0 if dtype is slow else 1.0
+
+    monkeypatch.setattr(Roof, "_bandwidth", lambda self, size: 1.0)
+    monkeypatch.setattr(Roof, "_seconds", seconds)
+    roof = Roof("roof", Subject(None))
+    answers = [roof.answer(), roof.answer()]
+    assert answers[0] == answers[1]
+    assert answers[0]["float32"] == answers[0]["bfloat16"] == pytest.approx(11 * answers[0]["float16"])
+    assert [times for dtype, times in calls if dtype is slow] == [2]
 
 
 def test_figures_are_medians_and_shares_of_the_machine():
