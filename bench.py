@@ -532,8 +532,12 @@ def main() -> int:
     options = parser()
     args = options.parse_args()
     check(options, args)
+    from cache import CacheFull  # and torch, which takes seconds
+
     try:
         result, print_result = measured(args)
+    except CacheFull as error:
+        options.error(str(error).partition(";")[0])  # what would fit is told in options of chat.py
     except (*user_errors(), ValueError, Stopped) as error:
         options.error(str(error))
     finally:

@@ -15,7 +15,7 @@ from cache import make
 from generate import Sampling, Session, passes
 from measure.engines import Roof, Silent, Subject
 from measure.peers import LLAMA_CPP, TRANSFORMERS, LlamaCpp, PeerError, Transformers, write_gguf
-from measure.plots import cache_sizes
+from measure.plots import cache_sizes, refusal
 from model import Config, Llama, load, random_model
 from weights.get import half_split, tensor_names
 
@@ -48,7 +48,7 @@ def run(monkeypatch, *arguments) -> int:
         (["--plot", "x.png", "--to", "127"], "--to: must be at least 128"),
         (["--caches", "--text", "543"], "--text: must be at least 544"),
         (["--caches", "--restore", "0"], "--restore: must be at least 1"),
-        (["--caches", "--text", str(10**15)], "are free; --ctx-size"),
+        (["--caches", "--text", str(10**15)], "are free\n"),
         (["--contexts", "600"], "needs a context of 632 tokens, and there are 512"),
         (["--plot", "x.png", "--to", "600"], "needs a context of 632 tokens, and there are 512"),
         (["--plot", "x.png", "--rows", "paged"], "--plot needs the rows contiguous and none"),
@@ -76,6 +76,12 @@ def test_what_cannot_be_measured_is_refused_before_anything_is(arguments, said, 
     told = capsys.readouterr()
     assert said in told.err
     assert told.err.count("\n") == 1 and not told.out
+
+
+def test_a_figure_is_refused_where_it_cannot_be_written(tmp_path, monkeypatch):
+    assert refusal(tmp_path / "x.PNG") is None
+    monkeypatch.setattr("os.access", lambda *_: False)
+    assert refusal(tmp_path / "x.png") == f"{tmp_path / 'x.png'} cannot be written"
 
 
 def test_several_processes_do_not_measure_the_same(monkeypatch, capsys):
