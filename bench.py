@@ -22,6 +22,7 @@ import platform
 import random
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import date
 from importlib.util import find_spec
@@ -31,8 +32,12 @@ from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import NamedTuple, NoReturn
 
+from measure.compare import LEAST_TEXT, caches, print_caches, print_together, restore, together
 from measure.engines import OURS, ROOM, Engine, Stopped, Subject
 from measure.peers import LLAMA_CPP, TRANSFORMERS, PeerError, write_gguf
+from measure.plots import cache_sizes, draw, refusal
+from measure.progress import progress, turn_of
+from show import reason, user_errors
 
 HERE = Path(__file__).parent
 LOADED = 2**31  # about so many bytes are written to a file and loaded, where weights are random
@@ -106,6 +111,7 @@ class Run:
     def __init__(self, subjects: dict[str, Subject], vocab_size: int):
         self.engines: dict[str, Engine] = {}
         for row, subject in subjects.items():
+            progress(f"loading: {row}")
             try:
                 self.engines[row] = Engine(row, subject)
             except Stopped as reason:
@@ -122,6 +128,7 @@ class Run:
             for row in self.rng.sample(list(answers), len(answers)):  # none always follows the same other one
                 try:
                     for n, found in answers[row].items():
+                        progress(f"{turn_of(turn, count)}: {row}" + f" after {n} tokens" * (n > 0))
                         answer = self.engines[row].ask(**self._question(row, n, turn == 0 or n <= reread))
                         found += [answer] if turn else []
                 except Stopped as reason:
@@ -138,6 +145,7 @@ class Run:
         return {"prompt": self.prompts[context], "steps": 1 if row == "none" else 16, "anew": anew}
 
     def _without(self, row: str, reason: Stopped) -> None:
+        progress()
         print(f"bench: {row} is left out: {reason}", file=sys.stderr)
         self.engines.pop(row, None)
 
@@ -201,7 +209,8 @@ def startup(subject: Subject, rounds: int) -> dict[str, float]:
     commands = {"first_token_s": answer, "import_torch_s": ["-c", "import torch; print(1)"]}
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "bufsize": 0}
     times: dict[str, list[float]] = {name: [] for name in commands}
-    for _ in range(rounds):
+    for turn in range(rounds):
+        progress(f"starting chat.py: {turn_of(turn + 1, rounds)}")
         for name, command in commands.items():
             start = perf_counter()
             with subprocess.Popen([sys.executable, "-u", *command], **pipes) as process:
@@ -223,6 +232,7 @@ def load_speed(subject: Subject) -> float:
         return subject.config | {"num_hidden_layers": count, "vocab_size": 1024, "torch_dtype": "bfloat16"}
 
     one, two = (Llama.bytes_for(Config.from_json(layers(n)), torch.bfloat16) for n in (1, 2))
+    progress("loading: a file of some layers")
     small = layers(min(subject.config["num_hidden_layers"], 1 + max(0, LOADED - one) // (two - one)))
     config = Config.from_json(small)
     parts = [part for name, values in Llama(config).named_parameters() for part in sources(name, values.shape, config)]
@@ -259,6 +269,7 @@ def measure(args: argparse.Namespace, subjects: dict[str, Subject], config, plan
         result = {"machine": machine, "prompt": plan.prompt, "rows": rows, "ratios": against}
         if args.plot:
             result["steps_ms"] = steps(run, args.to, min(args.rounds, 3))
+            result["cache_bytes"] = cache_sizes(config, args.to)
     finally:
         run.close()
     about = {
@@ -317,7 +328,9 @@ def print_table(result: dict) -> None:
     if result["load_gb_s"]:
         print(f"A file of some layers is loaded at {result['load_gb_s']:.2f} GB/s.")
     heads = ["", "load", f"first token of {contexts[0]}", f"prefill of {prompt}"]
-    heads += [*(f"decode after {n}" for n in contexts), "longer steps", "peak memory"]
+    longer = {name: row["decode"].get(contexts[-1], {}).get("longer") for name, row in rows.items()}
+    grows = any(longer.values())  # where there is but one context, nothing does
+    heads += [*(f"decode after {n}" for n in contexts), *(["longer steps"] * grows), "peak memory"]
     print("", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", sep="\n")
     for name, row in rows.items():
         speed = f", {row['load_gb_s']:.2f} GB/s" if row["load_gb_s"] else ""
@@ -326,13 +339,12 @@ def print_table(result: dict) -> None:
         for n in contexts:
             step = row["decode"].get(n)
             cells += [f"{step['tok_s']:.1f}, {step['gb_s']:.1f} GB/s, {step['share']:.0%}" if step else ""]
-        longer = row["decode"].get(contexts[-1], {}).get("longer")
-        cells += [f"{longer:.1f} ×" if longer else "", f"{row['peak_bytes'] / 2**20:,.0f} MiB"]
+        cells += [f"{longer[name]:.1f} ×" if longer[name] else ""] * grows + [f"{row['peak_bytes'] / 2**20:,.0f} MiB"]
         print(f"| {' | '.join(cells)} |")
-    print(
-        "\nSpeeds are tokens per second; shares are of what the machine gave in the same rounds. Longer steps: what a"
-    )
-    print(f"step after {contexts[-1]} takes more than one after {contexts[0]}, over what its added bytes would take.")
+    print("\nSpeeds are tokens per second; shares are of what the machine gave in the same rounds.")
+    if grows:
+        more = f"what a step after {contexts[-1]} takes more than one after {contexts[0]}"
+        print(f"Longer steps: {more}, over what its added bytes would take.")
     for name, ratio in result["ratios"].items():
         decode = ", ".join(f"{times:.2f} × after {n}" for n, times in ratio["decode"].items())
         print(f"{ratio['row']} / {name}: prefill {ratio['prefill']:.2f} ×, decode {decode}")
@@ -345,7 +357,22 @@ class Parser(argparse.ArgumentParser):
     """One that says what is wrong in one line."""
 
     def error(self, message: str) -> NoReturn:
+        progress()
         self.exit(2, f"bench: {message}\n")
+
+
+RANKS = "torchrun --nproc-per-node 3 bench.py --ranks"  # the default model's heads divide by 3
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """A type of argparse: numbers from ``least`` on."""
+
+    def number(text: str) -> int:
+        if int(text) < least:
+            raise argparse.ArgumentTypeError(f"must be at least {least}")
+        return int(text)
+
+    return number
 
 
 def parser() -> Parser:
@@ -356,20 +383,73 @@ def parser() -> Parser:
     )
     options.add_argument("--device", choices=PLANS, default="cpu", help="default: cpu")
     options.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: as it is stored")
-    options.add_argument("--peers", action="store_true", help="measure transformers and llama.cpp too")
-    options.add_argument("--rows", nargs="+", choices=OURS, metavar="ROW", help=f"which of {', '.join(OURS)}")
-    options.add_argument("--contexts", nargs="+", type=int, metavar="N", help="tokens before a step")
-    options.add_argument("--compile", action="store_true", help="have torch compile the steps of this engine")
-    options.add_argument("--rounds", type=int, default=5, metavar="N", help="how often each is measured (default: 5)")
+    options.add_argument(
+        "--rounds", type=at_least(1), default=5, metavar="N", help="how often each is measured (default: 5)"
+    )
     options.add_argument("--json", action="store_true", help="print the result as one JSON object")
-    options.add_argument("--plot", type=Path, metavar="FILE", help="draw a step's time and a cache's bytes as well")
-    options.add_argument("--to", type=int, default=2048, metavar="N", help="last position of the plot (default: 2048)")
-    options.add_argument("--batch", action="store_true", help="measure answers together and one by one instead")
-    options.add_argument("--caches", action="store_true", help="compare the kinds of cache instead")
-    options.add_argument("--ranks", action="store_true", help="under torchrun: one model over all ranks instead")
-    options.add_argument("--text", type=int, default=2048, metavar="N", help="tokens of the text they read (2048)")
-    options.add_argument("--restore", type=int, default=8000, metavar="N", help="tokens restored from disk (8000)")
+
+    usual = {device: " ".join(map(str, plan.contexts)) for device, plan in PLANS.items()}
+    contexts = f"tokens before a step (default: {usual['cpu']}, on cuda {usual['cuda']}; those that fit the model)"
+    table = options.add_argument_group("the table of engines, which is measured unless another is asked for")
+    table.add_argument("--peers", action="store_true", help="measure transformers and llama.cpp too")
+    table.add_argument("--rows", nargs="+", choices=OURS, metavar="ROW", help=f"which of {', '.join(OURS)}")
+    table.add_argument("--contexts", nargs="+", type=at_least(1), metavar="N", help=contexts)
+    table.add_argument("--compile", action="store_true", help="have torch compile the steps of this engine")
+    table.add_argument("--plot", type=Path, metavar="FILE", help="draw a step's time and a cache's bytes as well")
+    table.add_argument(
+        "--to", type=at_least(128), default=2048, metavar="N", help="last position of the plot (default: 2048)"
+    )
+
+    batch = options.add_argument_group("answers together")
+    batch.add_argument("--batch", action="store_true", help="measure 16 answers together and one by one")
+
+    kinds = options.add_argument_group("kinds of cache")
+    kinds.add_argument("--caches", action="store_true", help="compare them on a text, and restore a session from disk")
+    least = f"at least {LEAST_TEXT}, default: 2048"
+    kinds.add_argument(
+        "--text", type=at_least(LEAST_TEXT), default=2048, metavar="N", help=f"tokens of the text ({least})"
+    )
+    kinds.add_argument(
+        "--restore", type=at_least(1), default=8000, metavar="N", help="tokens of the session (default: 8000)"
+    )
+
+    ranks = options.add_argument_group("one model over several processes")
+    ranks.add_argument("--ranks", action="store_true", help=f"measure each of them: {RANKS}")
     return options
+
+
+# Options that have no meaning beside another one, and those that have none without it.
+OF_TABLE = ("peers", "rows", "contexts", "compile", "plot")
+APART = {
+    "batch": ("caches", "ranks", *OF_TABLE),
+    "caches": ("ranks", "synthetic", *OF_TABLE),  # random weights bring no tokenizer to read a text with
+    "ranks": ("synthetic", *OF_TABLE),
+    "synthetic": ("model",),
+}
+NEEDS = {"to": "plot", "text": "caches", "restore": "caches"}
+
+
+def check(options: Parser, args: argparse.Namespace) -> None:
+    """Refuse what cannot be measured as it is asked for, before anything is."""
+    given = {name for name, value in vars(args).items() if value != options.get_default(name)}
+    for one, others in APART.items():
+        for other in others:
+            if {one, other} <= given:
+                options.error(f"--{one} does not go with --{other}")
+    for one, other in NEEDS.items():
+        if one in given and other not in given:
+            options.error(f"--{one} needs --{other}")
+    if args.ranks and "RANK" not in os.environ:
+        options.error(f"--ranks needs torchrun: {RANKS}")
+    if not args.ranks and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        options.error("torchrun is for --ranks: each of its processes would measure the same")
+    if args.plot and args.rows and not {"contiguous", "none"} <= {*args.rows}:
+        options.error("--plot needs the rows contiguous and none")
+    for package, wanted in {"matplotlib": args.plot, "transformers": args.peers}.items():
+        if wanted and find_spec(package) is None:
+            options.error(f"{package} is not installed: pip install -r requirements-dev.txt")
+    if args.plot and (why := refusal(args.plot)):
+        options.error(f"--plot {why}")
 
 
 def subject_of(args: argparse.Namespace):
@@ -416,71 +496,60 @@ def peers_of(subject: Subject, work: Path) -> dict[str, Subject]:
         why = "it is measured on a model folder, on a CPU"
     try:
         for row, (kind, _) in LLAMA_CPP.items() if why is None else ():
+            progress(f"writing: {row}")
             path, kinds = work / f"{row}.gguf", {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
             write_gguf(Path(subject.weights), path, kind or kinds[subject.dtype])
             others[row] = replace(subject, weights=str(path))
     except PeerError as error:
         why = error
     if why:
+        progress()
         print(f"bench: llama.cpp is left out: {why}", file=sys.stderr)
     return others
 
 
-def other_tables(args: argparse.Namespace, subject: Subject) -> None:
-    """What is measured instead of the table."""
+def measured(args: argparse.Namespace) -> tuple[dict | list, Callable[[dict | list], None]]:
+    """What the options ask for, and what prints it. Raises Stopped, ValueError and ``user_errors``."""
+    subject, config = subject_of(args)
     if args.ranks:
         from measure.ranks import print_ranks, ranks
 
-        result = ranks(subject, args.rounds)
-        if os.environ["RANK"] == "0":
-            print(json.dumps(result)) if args.json else print_ranks(result)
-        return
-    from measure.compare import caches, print_caches, print_together, restore, together
-
+        return ranks(subject, args.rounds), print_ranks
     if args.batch:
-        result = together(subject, args.rounds)
-        print(json.dumps(result)) if args.json else print_together(result)
-        return
-    result = {"kinds": caches(subject, args.rounds, args.text), "restored": restore(subject, args.restore)}
-    print(json.dumps(result)) if args.json else print_caches(**result)
+        return together(subject, args.rounds), print_together
+    if args.caches:
+        result = {"kinds": caches(subject, args.rounds, args.text), "restored": restore(subject, args.restore)}
+        return result, print_caches
+    plan = plan_of(args, config)
+    with TemporaryDirectory() as work:
+        subjects = dict.fromkeys(("roof", *plan.rows), subject)
+        subjects |= peers_of(subject, Path(work)) if args.peers else {}
+        return measure(args, subjects, config, plan), print_table
 
 
 def main() -> int:
     """Exit code: 0, or 2 for what cannot be measured."""
-    from model import ModelError
-    from weights.get import GetError
-
     options = parser()
     args = options.parse_args()
-    if args.rounds < 1 or args.to < 128 or min(args.contexts or [1]) < 1:
-        options.error("--rounds and --contexts must be at least 1, and --to at least 128")
-    if args.ranks and (args.synthetic or "RANK" not in os.environ):
-        options.error("--ranks needs torchrun, and a --model: torchrun --nproc-per-node 2 bench.py --ranks")
-    if args.caches and args.synthetic:
-        options.error("--caches reads a text, which needs a --model with a tokenizer")
-    if args.plot and args.rows and not {"contiguous", "none"} <= {*args.rows}:
-        options.error("--plot needs the rows contiguous and none")
-    for package, wanted in {"matplotlib": args.plot, "transformers": args.peers}.items():
-        if wanted and find_spec(package) is None:
-            options.error(f"{package} is not installed: pip install -r requirements-dev.txt")
-    try:
-        subject, config = subject_of(args)
-        if args.batch or args.caches or args.ranks:
-            other_tables(args, subject)
-            return 0
-        plan = plan_of(args, config)
-        with TemporaryDirectory() as work:
-            subjects = dict.fromkeys(("roof", *plan.rows), subject)
-            subjects |= peers_of(subject, Path(work)) if args.peers else {}
-            result = measure(args, subjects, config, plan)
-    except (ModelError, GetError, ValueError, Stopped) as error:
-        options.error(str(error))
-    if args.plot:
-        from measure.plots import cache_sizes, draw
+    check(options, args)
+    from cache import CacheFull  # and torch, which takes seconds
 
+    try:
+        result, print_result = measured(args)
+    except CacheFull as error:
+        options.error(str(error).partition(";")[0])  # what would fit is told in options of chat.py
+    except (*user_errors(), ValueError, Stopped) as error:
+        options.error(str(error))
+    finally:
+        progress()
+    if os.environ.get("RANK", "0") == "0":
+        print(json.dumps(result)) if args.json else print_result(result)
+    if args.plot:
         title = f"{result['model']} in {result['dtype']}; {result['hardware']}"
-        draw(args.plot, title, result["steps_ms"], cache_sizes(config, args.to))
-    print(json.dumps(result)) if args.json else print_table(result)
+        try:
+            draw(args.plot, title, result["steps_ms"], result["cache_bytes"])
+        except OSError as error:
+            options.error(reason(error, str(args.plot)))
     return 0
 
 

@@ -8,8 +8,11 @@ from statistics import median
 from time import perf_counter
 
 from measure.engines import Silent, Subject
+from measure.progress import progress, turn_of
 
 # ---- the kinds of cache
+
+AFTER, LEAST_TEXT = 512, 512 + 32  # steps after so many tokens of the text are timed, up to its least length
 
 # When to use which: what the table ends with.
 USES = {
@@ -43,8 +46,8 @@ def read_through(model, cache, ids: list[int]):
 
 
 def caches(subject: Subject, rounds: int, tokens: int) -> dict[str, dict]:
-    """What each kind of cache costs, how fast a step after 512 tokens is beside the contiguous kind's, and how far
-    the logits on a text of ``tokens`` are from its logits."""
+    """What each kind of cache costs, how fast a step after ``AFTER`` tokens is beside the contiguous kind's, and how
+    far the logits on a text of ``tokens`` are from its logits."""
     import torch
     from torch.nn.functional import cross_entropy
 
@@ -75,9 +78,11 @@ def caches(subject: Subject, rounds: int, tokens: int) -> dict[str, dict]:
     times: dict[str, list[float]] = {kind: [] for kind in kinds}
     for turn in range(rounds + 1):
         for kind, cache in kinds.items():
+            progress(f"{turn_of(turn, rounds)}: {kind}")
             cache.truncate(0)
-            step(cache, 512)
-            steps = [step(cache, n) for n in range(513, 514 if kind == "none" else 545)]
+            step(cache, AFTER)
+            last = AFTER + 1 if kind == "none" else LEAST_TEXT
+            steps = [step(cache, n) for n in range(AFTER + 1, last + 1)]
             times[kind] += [median(steps)] if turn else []  # the first round is a warm-up
     target, reference = torch.tensor(ids[1:], device=model.device), None
     for kind, cache in kinds.items():
@@ -85,6 +90,7 @@ def caches(subject: Subject, rounds: int, tokens: int) -> dict[str, dict]:
         result[kind] |= {"step_ms": median(times[kind]) * 1e3, "speed": median(ratios)}
         if kind == "none":
             continue
+        progress(f"{kind} reads {len(ids)} tokens")
         cache.truncate(0)
         logits = read_through(model, cache, ids)
         loss = cross_entropy(logits, target)
@@ -96,7 +102,8 @@ def caches(subject: Subject, rounds: int, tokens: int) -> dict[str, dict]:
     return result
 
 
-def print_caches(kinds: dict[str, dict], restored: dict[str, float]) -> None:
+def print_caches(result: dict[str, dict]) -> None:
+    kinds, restored = result["kinds"], result["restored"]
     print("| kind | bytes per token | Llama-3.1-8B | speed | logits off by: mean, most | perplexity | when to use it |")
     print("|---|---|---|---|---|---|---|")
     for kind, row in kinds.items():
@@ -117,6 +124,7 @@ def restore(subject: Subject, tokens: int) -> dict[str, float]:
     from generate import Sampling, Session, synchronize
     from tokenizer import Tokenizer
 
+    progress(f"{tokens} tokens, saved and restored")
     model, tokenizer = subject.model(), Tokenizer.from_folder(subject.weights)
     ids = text_ids(tokenizer, tokens)
     rooms = [make("contiguous", model.config, tokens + 1, model.device, model.dtype) for _ in range(2)]
@@ -169,11 +177,14 @@ def together(subject: Subject, rounds: int) -> dict[str, float]:
     session = Session(model, make("contiguous", config, context, model.device, model.dtype), Silent())
     for turn in range(rounds + 1):
         asked = prompts(16 if turn else 2)  # first a warm-up
+        progress(f"{turn_of(turn, rounds)}: one by one")
         start = perf_counter()
         for prompt in asked:
             for _ in session.generate(prompt, sampling):
                 pass
-        middle, batch = perf_counter(), batch_of(asked)
+        middle = perf_counter()
+        progress(f"{turn_of(turn, rounds)}: together")
+        batch = batch_of(asked)
         while batch.busy:
             batch.step()
         if turn:

@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
 LABELS = {"contiguous": "cached (--cache contiguous)", "none": "recomputed (--cache none)"}
+
+
+def refusal(path: Path) -> str | None:
+    """Why no figure can be written there, in one line; None if one can."""
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    kinds = FigureCanvasBase.get_supported_filetypes()
+    if path.is_dir():
+        return f"{path} is a folder, and not a file"
+    if path.suffix[1:].lower() not in kinds:  # without a suffix, matplotlib would write another file
+        return f"{path}: a figure's name ends in one of .{', .'.join(kinds)}"
+    if not path.parent.is_dir():
+        return f"{path.parent}: no such folder"
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        return f"{path} cannot be written"
+    return None
 
 
 def draw(path: Path, title: str, times: dict[str, dict[int, float]], sizes: dict[str, dict[int, int]]) -> None:
@@ -26,7 +43,6 @@ def draw(path: Path, title: str, times: dict[str, dict[int, float]], sizes: dict
         axes.legend()
         axes.grid(alpha=0.3)
     figure.suptitle(title)
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
 
 

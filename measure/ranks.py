@@ -17,6 +17,7 @@ from torch import distributed
 from cache import make
 from generate import chunk_size, passes, synchronize
 from measure.engines import ROOM, Subject
+from measure.progress import progress, turn_of
 from parallel import backend, load_part
 
 PROMPT, STEPS = 512, 16
@@ -70,7 +71,9 @@ def ranks(subject: Subject, rounds: int) -> list[dict[str, float]]:
     part, prompts, steps = Part(subject), [], []
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(part.model.config.vocab_size, (PROMPT,), generator=generator).tolist()
-    for _ in range(rounds):
+    for turn in range(rounds):
+        if distributed.get_rank() == 0:
+            progress(turn_of(turn + 1, rounds))
         prompts.append(part.seconds(lambda: part.read(prompt)))
         steps += [part.seconds(part.step) for _ in range(STEPS)]
     figures = {

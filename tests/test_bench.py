@@ -13,9 +13,9 @@ from safetensors import safe_open
 import bench
 from cache import make
 from generate import Sampling, Session, passes
-from measure.engines import Silent, Subject
+from measure.engines import Roof, Silent, Subject
 from measure.peers import LLAMA_CPP, TRANSFORMERS, LlamaCpp, PeerError, Transformers, write_gguf
-from measure.plots import cache_sizes
+from measure.plots import cache_sizes, refusal
 from model import Config, Llama, load, random_model
 from weights.get import half_split, tensor_names
 
@@ -43,19 +43,85 @@ def run(monkeypatch, *arguments) -> int:
     [
         (["--model", "nowhere"], "nowhere: no such model folder"),
         (["--synthetic", "llama-9"], "llama-9: no such file"),
-        (["--rounds", "0"], "--rounds and --contexts must be at least 1"),
+        (["--rounds", "0"], "--rounds: must be at least 1"),
+        (["--contexts", "128", "0"], "--contexts: must be at least 1"),
+        (["--plot", "x.png", "--to", "127"], "--to: must be at least 128"),
+        (["--caches", "--text", "543"], "--text: must be at least 544"),
+        (["--caches", "--restore", "0"], "--restore: must be at least 1"),
+        (["--caches", "--text", str(10**15)], "are free\n"),
         (["--contexts", "600"], "needs a context of 632 tokens, and there are 512"),
         (["--plot", "x.png", "--to", "600"], "needs a context of 632 tokens, and there are 512"),
         (["--plot", "x.png", "--rows", "paged"], "--plot needs the rows contiguous and none"),
-        (["--caches", "--synthetic", "llama-3.2-1b"], "--caches reads a text"),
+        (["--plot", "nowhere/x.png"], "--plot nowhere: no such folder"),
+        (["--plot", "tests/"], "--plot tests is a folder"),
+        (["--plot", "x"], "--plot x: a figure's name ends in one of ."),
+        (["--plot", "x.docx"], "--plot x.docx: a figure's name ends in one of ."),
+        (["--caches", "--synthetic", "llama-3.2-1b"], "--caches does not go with --synthetic"),
+        (["--model", "nowhere", "--synthetic", "llama-3.2-1b"], "--synthetic does not go with --model"),
+        (["--batch", "--caches"], "--batch does not go with --caches"),
+        (["--batch", "--compile"], "--batch does not go with --compile"),
+        (["--caches", "--ranks"], "--caches does not go with --ranks"),
+        (["--ranks", "--peers"], "--ranks does not go with --peers"),
+        (["--text", "600"], "--text needs --caches"),
+        (["--to", "256"], "--to needs --plot"),
+        (["--ranks"], "--ranks needs torchrun: torchrun --nproc-per-node 3 bench.py --ranks"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_anything_is(arguments, said, successor, monkeypatch, capsys):
+    monkeypatch.chdir(Path(bench.__file__).parent)
     model = [] if {"--model", "--synthetic"} & {*arguments} else ["--model", successor]
     with pytest.raises(SystemExit) as ended:
         run(monkeypatch, *arguments, *model)
     assert ended.value.code == 2
-    assert said in capsys.readouterr().err
+    told = capsys.readouterr()
+    assert said in told.err
+    assert told.err.count("\n") == 1 and not told.out
+
+
+def test_a_figure_is_refused_where_it_cannot_be_written(tmp_path, monkeypatch):
+    assert refusal(tmp_path / "x.PNG") is None
+    monkeypatch.setattr("os.access", lambda *_: False)
+    assert refusal(tmp_path / "x.png") == f"{tmp_path / 'x.png'} cannot be written"
+
+
+def test_several_processes_do_not_measure_the_same(monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit) as ended:
+        run(monkeypatch, "--batch")
+    assert ended.value.code == 2
+    assert "torchrun is for --ranks" in capsys.readouterr().err
+
+
+def test_a_figure_that_fails_does_not_lose_the_table(tmp_path, monkeypatch, capsys):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    result = {"model": "m", "dtype": "float32", "hardware": "h", "steps_ms": {}, "cache_bytes": {}}
+    monkeypatch.setattr(bench, "measured", lambda args: (result, print))
+    monkeypatch.setattr(bench, "draw", full)
+    with pytest.raises(SystemExit) as ended:
+        run(monkeypatch, "--plot", tmp_path / "x.png", "--json")
+    assert ended.value.code == 2
+    told = capsys.readouterr()
+    assert json.loads(told.out) == result
+    assert told.err == f"bench: {tmp_path / 'x.png'}: No space left on device\n"
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("contexts", [(8,), (8, 64)])
+def test_longer_steps_are_told_where_there_are_any(contexts, capsys):
+    class Loaded:
+        load_s, subject = 2.0, Subject(None, SHAPE)
+
+    runs = {n: [{"first_s": 0.1, "step_s": 0.01 * n, "bytes": 1000 * n, "peak": 7}] for n in contexts}
+    row = bench.figures(Loaded, runs, 8, 10**9, {"bandwidth": 1e9, "operations": 1e10})
+    about = dict.fromkeys(("model", "dtype", "hardware", "date", "rounds", "torch", "threads"), "x")
+    nothing = {"compiled": False, "startup": None, "load_gb_s": None, "ratios": {}}
+    machine = {"bandwidth": 1e9, "operations": 1e10}
+    bench.print_table(about | nothing | {"machine": machine, "prompt": 8, "rows": {"contiguous": row}})
+    table = capsys.readouterr().out
+    assert ("longer steps" in table) == ("Longer steps" in table) == (len(contexts) > 1)
+    assert len({line.count("|") for line in table.splitlines() if line.startswith("|")}) == 1
 
 
 def test_random_weights_are_measured_and_drawn(tmp_path, monkeypatch, capsys):
@@ -90,6 +156,23 @@ def test_an_engine_that_stops_is_left_out(capsys):
     assert capsys.readouterr().err == "bench: paged is left out: nowhere: no such model folder\n"
 
 
+def test_a_dtype_without_fast_kernels_is_measured_once(monkeypatch):
+    calls, slow = [], torch.float16
+
+    def seconds(self, product, times):
+        dtype = product.args[0].dtype
+        calls.append((dtype, times))
+        return 11.0 if dtype is slow else 1.0
+
+    monkeypatch.setattr(Roof, "_bandwidth", lambda self, size: 1.0)
+    monkeypatch.setattr(Roof, "_seconds", seconds)
+    roof = Roof("roof", Subject(None))
+    answers = [roof.answer(), roof.answer()]
+    assert answers[0] == answers[1]
+    assert answers[0]["float32"] == answers[0]["bfloat16"] == pytest.approx(11 * answers[0]["float16"])
+    assert [times for dtype, times in calls if dtype is slow] == [2]
+
+
 def test_figures_are_medians_and_shares_of_the_machine():
     def answers(first: float, step: float, read: int) -> list[dict]:
         return [{"first_s": first, "step_s": step * x, "bytes": read, "peak": 7} for x in (1, 0.5, 2)]
@@ -109,9 +192,19 @@ def test_figures_are_medians_and_shares_of_the_machine():
 
 def test_answers_together_are_measured_beside_single_ones(tiny_gqa, monkeypatch, capsys):
     assert run(monkeypatch, "--model", tiny_gqa, "--batch", "--rounds", "1") == 0
-    speeds, waste = capsys.readouterr().out.splitlines()
+    told = capsys.readouterr()
+    assert not told.err  # which is no terminal
+    speeds, waste = told.out.splitlines()
     assert float(speeds.split()[-2]) > 1
     assert float(waste.split()[-2]) < 4
+
+
+def test_a_terminal_shows_how_far_a_run_is(tiny_gqa, monkeypatch, capsys):
+    monkeypatch.setattr("measure.progress.escapes_work", lambda stream: True)
+    assert run(monkeypatch, "--model", tiny_gqa, "--batch", "--rounds", "1") == 0
+    lines = capsys.readouterr().err.split("\x1b[K")
+    assert lines[:2] == ["\rwarm-up: one by one", "\rwarm-up: together"]
+    assert lines[-3:] == ["\rround 1 of 1: together", "\r", ""]
 
 
 def test_kinds_of_cache_are_compared(tiny_gqa, monkeypatch, capsys):
