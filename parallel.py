@@ -23,6 +23,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from errno import ENOMEM
 from functools import reduce
 from itertools import count
 from pathlib import Path
@@ -36,8 +37,8 @@ from torch import Tensor, distributed
 import cache
 import model
 from paged import PagedBatch, Pool
-from seam import CacheFull, KVCache
-from show import ENDINGS, note
+from seam import CacheFull, KVCache, RankError
+from show import ENDINGS, note, reason
 
 SILENCE = 12  # seconds after which a rank that says nothing is given up
 PATIENCE = timedelta(seconds=20)  # for a collective, where a rank says that it lives and does nothing
@@ -46,13 +47,12 @@ LOST = 2  # exit code
 
 # What changes a model, a cache or a pool, or is computed by all, is done by every rank; whatever else is asked of one,
 # rank 0 knows alone. The first do the same everywhere, errors too, so that nobody waits for an answer.
-ALIKE = ("__call__", "head", "extend", "truncate", "counts", "fork", "publish", "adopt", "sequence", "forget")
-ANSWERED = ("save", "load")  # they depend on a rank's disk
+ALIKE = (
+    *("__call__", "head", "extend", "truncate", "counts", "fork", "publish", "adopt", "sequence", "forget"),
+    "discard",
+)
+ANSWERED = ("save", "place", "load")  # they depend on a rank's disk
 SHARED = (model.Llama, KVCache, Pool)  # what every rank has its part of
-
-
-class RankError(Exception):
-    """What another rank could not do; the text is one line that names it."""
 
 
 class Lost(Exception):
@@ -470,8 +470,9 @@ def is_fatal(error: Exception) -> bool:
 
 
 def is_for_memory(error: Exception) -> bool:
-    """Whether memory ran out, other than for a cache that is refused in words."""
-    return isinstance(error, MemoryError) or ("memory" in str(error) and not isinstance(error, CacheFull))
+    """Whether memory ran out, other than for what is refused in words."""
+    of_torch = isinstance(error, RuntimeError) and "memory" in str(error)
+    return of_torch or isinstance(error, MemoryError) or getattr(error, "errno", None) == ENOMEM
 
 
 def trouble(error: Exception, start: float) -> dict[str, object]:
@@ -485,4 +486,4 @@ def trouble(error: Exception, start: float) -> dict[str, object]:
 
 
 def first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
+    return next(iter(reason(error).splitlines()), type(error).__name__)
