@@ -65,12 +65,14 @@ class Lost(Exception):
 def run(main: Callable[[], int]) -> int:
     """Be one of torchrun's ranks: the first runs ``main``, whose exit code is returned; the others follow it, and end
     with it."""
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    try:
+        rank, world = place_among_ranks()
+    except ValueError as error:
+        note(str(error))
+        return LOST
     if world == 1:
         return main()
-    if rank:
-        for signum in (signal.SIGINT, *ENDINGS):  # rank 0 decides what they mean
-            signal.signal(signum, signal.SIG_IGN)
+    interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's would wait, as this does, for the others
     ending = Ending()
     try:
         store, _, _ = next(distributed.rendezvous("env://", timeout=ARRIVAL))
@@ -79,13 +81,33 @@ def run(main: Callable[[], int]) -> int:
     except (OSError, RuntimeError, ValueError) as error:
         ending.now(f"rank {rank} cannot reach the others: {first_line(error)}")
     if rank:
+        for signum in (signal.SIGINT, *ENDINGS):  # rank 0 decides what they mean
+            signal.signal(signum, signal.SIG_IGN)
         Follower(lines[0], rank).run()
+    signal.signal(signal.SIGINT, interrupt)
     Leader.here = Leader(lines, ending)
     try:
         return main()
     finally:
         ending.begin()
         distributed.destroy_process_group()  # its threads hold tensors, and must let go before Python ends
+
+
+def place_among_ranks() -> tuple[int, int]:
+    """This rank, and how many there are, as torchrun says. Raises ValueError for what it would not say."""
+    rank, world = number("RANK"), number("WORLD_SIZE")
+    if world < 1:
+        raise ValueError(f"WORLD_SIZE is {world}, and there is at least one rank")
+    if not 0 <= rank < world:
+        raise ValueError(f"RANK is {rank}, and with a WORLD_SIZE of {world} it is from 0 to {world - 1}")
+    return rank, world
+
+
+def number(name: str) -> int:
+    try:
+        return int(os.environ[name])
+    except ValueError:
+        raise ValueError(f"{name} is {os.environ[name]!r}, and no whole number") from None
 
 
 def load(folder: Path, device: torch.device, dtype: torch.dtype | None, quantize: str | None):
@@ -173,7 +195,7 @@ def connected(store: distributed.Store, rank: int, world: int, ending: Ending) -
     Rank 0's machine is torchrun's MASTER_ADDR, and where no other takes part it is not reachable from outside. Its port
     is told through torchrun's store.
     """
-    alone = int(os.environ.get("LOCAL_WORLD_SIZE", world)) == world
+    alone = "LOCAL_WORLD_SIZE" not in os.environ or number("LOCAL_WORLD_SIZE") == world
     host = "127.0.0.1" if alone else os.environ["MASTER_ADDR"]
     if rank:
         line = Line(socket.create_connection((host, int(store.get("chat port"))), SILENCE), rank, ending)
