@@ -645,9 +645,8 @@ def abandon(stream) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    if {"RANK", "WORLD_SIZE"} <= os.environ.keys():  # torchrun's
+    ranks = {"RANK", "WORLD_SIZE"} <= os.environ.keys()  # torchrun's
+    if ranks:
         from parallel import run as run_rank
-
-        sys.exit(run_rank(main))
-    sys.exit(main())
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.exit(run_rank(main) if ranks else main())

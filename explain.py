@@ -23,16 +23,18 @@ def cache_report(session, turns: list[tuple[int, int]], whole: int, reused: int,
     if not per_token:
         yield "It keeps nothing: every step computes the whole conversation again."
         return
+    here = f"on this rank, one of {session.model.world}: " if session.model.world > 1 else ""
     filled = round(width * used / max(1, reserved))
     yield full * filled + empty * (width - filled)
     free = of(reserved - used, reserved).partition(" of")[0]
-    yield f"{of(used, reserved)} used, {free} reserved and free; {short(free_memory(cache.device))} more on the device"
+    more = short(free_memory(cache.device))
+    yield f"{here}{of(used, reserved)} used, {free} reserved and free; {more} more on the device"
     layers, heads, shared = config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads
-    yield f"{per_token:,} bytes a token, {per_token // layers:,} in each of {layers} layers"
+    yield f"{here}{per_token:,} bytes a token, {per_token // layers:,} in each of {layers} layers"
     if heads > shared:
         mha = per_token * heads // shared
         yield (
-            f"{heads} query heads share {shared} of keys and values; "
+            f"{here}{heads} query heads share {shared} of keys and values; "
             f"one for each (MHA) would take {mha:,} bytes a token, {short(mha * cache.capacity)} for this context"
         )
     yield f"reused so far: {reused:,} tokens that were not computed again, which saved {saved:.1f} s"

@@ -18,12 +18,14 @@ from pathlib import Path
 from time import perf_counter
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from cache import CacheFull, FlashCache, KVCache, NoCache
 from graph import Graph, Reading
 from model import Llama
+from seam import RankError
+from storage import opened
 from tokenizer import Stream, Tokenizer
 
 
@@ -36,7 +38,8 @@ class SessionError(Exception):
 
 
 class SessionMismatch(SessionError):
-    """A saved session of another model or cache: ``part`` says in what, ``about`` is what was saved with it."""
+    """A saved session of another model or cache, ``part`` says in what; or, ``part`` being empty, one that another rank
+    cannot restore. ``about`` is what was saved with it."""
 
     def __init__(self, text: str, part: str, about: str):
         super().__init__(text)
@@ -496,10 +499,19 @@ class Session:
             "about": about,
             "id": secrets.token_hex(8),  # tells the parts that belong together from those of an older one
         }
+        path, saved = Path(path), "nothing was saved"
         try:
-            self.cache.save(Path(path), self.tokens, metadata)
-        except OSError as error:
-            raise SessionError(f"{path}: {error.strerror}; nothing was saved") from None
+            self.cache.save(path, self.tokens, metadata)
+            try:
+                self.cache.place(path, metadata["id"])
+            except RankError:  # this rank's part is in place
+                saved = "its text was saved, and its cache was not"
+                raise
+        except (OSError, RankError) as error:
+            why = error if isinstance(error, RankError) else f"{path}: {error.strerror}"
+            raise SessionError(f"{why}; {saved}") from None
+        finally:
+            self.cache.discard(path, metadata["id"])
 
     def load(self, path: str | Path) -> str:
         """Go on from a saved session: nothing that its cache holds is computed again. Returns ``about``.
@@ -509,7 +521,7 @@ class Session:
         """
         damaged = SessionError(f"{path}: not a saved session, or a damaged one")
         try:
-            with safe_open(path, framework="pt") as file:
+            with opened(path) as file:
                 metadata = file.metadata() or {}
                 if metadata.get("format") != FORMAT:
                     raise damaged
@@ -523,7 +535,9 @@ class Session:
                     raise damaged
             self.cache.load(Path(path), metadata)
         except OSError as error:
-            raise SessionError(f"{path}: {error.strerror or 'no such file'}") from None
+            raise SessionError(f"{path}: {error.strerror or error}") from None
+        except RankError as error:
+            raise SessionMismatch(str(error), "", about) from None
         except (SafetensorError, ValueError, TypeError, KeyError, RuntimeError, AttributeError):
             raise damaged from None
         self.tokens = tokens

@@ -155,17 +155,21 @@ static void rms_norm(float *y, const float *x, const float *weight, float eps, l
 #define ROWS 2
 #define TOKENS 4
 
-/* y [TOKENS, ROWS] of as many rows of w and of x, each of n values, n a multiple of LANES. What is loaded once serves
- * several products, so that it is the multiplying that takes the time. */
-static inline void tile(float y[TOKENS][ROWS], const float *w, const float *x, long n) {
+/* y [TOKENS, ROWS] of as many rows of w, size bytes apart, and of x, width apart. What is loaded serves several
+ * products, so that it is the multiplying that takes the time. */
+static inline void tile(float y[TOKENS][ROWS], const char *w, long size, enum kind kind, const float *x, long width,
+                        long n) {
     vec sums[TOKENS][ROWS] = {0};
     for (long i = 0; i < n; i += LANES) {
-        const vec row[ROWS] = {load(w + i, F32), load(w + n + i, F32)};
+        const char *at = w + i * size_of[kind];
+        const long rest = n - i;
+        const vec a = rest < LANES ? load_rest(at, kind, rest) : load(at, kind);
+        const vec b = rest < LANES ? load_rest(at + size, kind, rest) : load(at + size, kind);
 #pragma GCC unroll 4
         for (int t = 0; t < TOKENS; t++) {
-            const vec at = load(x + t * n + i, F32);
-            sums[t][0] += row[0] * at;
-            sums[t][1] += row[1] * at;
+            const vec token = load(x + t * width + i, F32);
+            sums[t][0] += a * token;
+            sums[t][1] += b * token;
         }
     }
 #pragma GCC unroll 4
@@ -183,14 +187,13 @@ static inline void rows_of(float *y, const float *x, long T, const void *weight,
         for (long row = first; row < last; row++, w += row_size) y[row] = dot(w, kind, x, n) * (steps ? steps[row] : 1);
         return;
     }
-    float wide[ROWS * width], products[TOKENS][ROWS];
-    for (long row = first; row < last; row += ROWS) {
-        const long rows = last - row < ROWS ? last - row : ROWS;
-        for (long r = 0; r < rows; r++, w += row_size) widen(wide + r * width, w, kind, n);
+    float products[TOKENS][ROWS];
+    for (long row = first; row < last; row += ROWS, w += ROWS * row_size) {
+        const int odd = last - row == 1; /* then it is taken twice */
         for (long t = 0; t < T; t += TOKENS) {
-            tile(products, wide, x + t * width, width);
+            tile(products, w, odd ? 0 : row_size, kind, x + t * width, width, n);
             for (long i = 0; i < TOKENS && t + i < T; i++)
-                for (long r = 0; r < rows; r++)
+                for (long r = 0; r < ROWS - odd; r++)
                     y[(t + i) * outputs + row + r] = products[i][r] * (steps ? steps[row + r] : 1);
         }
     }

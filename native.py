@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from linear import WHOLE, Int4Linear, Int8Linear, Linear, rows_in_a_block
 
-FEW = 8  # tokens; of more, torch's kernels make one product of matrices
+FEW = 16  # tokens; of more, torch's kernels make one product of matrices
 SET, ADD, SWIGLU = range(3)  # what becomes of a product
 KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 INT8, INT4 = 3, 4

@@ -23,6 +23,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from errno import ENOMEM
 from functools import reduce
 from itertools import count
 from pathlib import Path
@@ -36,8 +37,8 @@ from torch import Tensor, distributed
 import cache
 import model
 from paged import PagedBatch, Pool
-from seam import CacheFull, KVCache
-from show import ENDINGS, note
+from seam import CacheFull, KVCache, RankError
+from show import ENDINGS, note, reason
 
 SILENCE = 12  # seconds after which a rank that says nothing is given up
 PATIENCE = timedelta(seconds=20)  # for a collective, where a rank says that it lives and does nothing
@@ -46,13 +47,12 @@ LOST = 2  # exit code
 
 # What changes a model, a cache or a pool, or is computed by all, is done by every rank; whatever else is asked of one,
 # rank 0 knows alone. The first do the same everywhere, errors too, so that nobody waits for an answer.
-ALIKE = ("__call__", "head", "extend", "truncate", "counts", "fork", "publish", "adopt", "sequence", "forget")
-ANSWERED = ("save", "load")  # they depend on a rank's disk
+ALIKE = (
+    *("__call__", "head", "extend", "truncate", "counts", "fork", "publish", "adopt", "sequence", "forget"),
+    "discard",
+)
+ANSWERED = ("save", "place", "load")  # they depend on a rank's disk
 SHARED = (model.Llama, KVCache, Pool)  # what every rank has its part of
-
-
-class RankError(Exception):
-    """What another rank could not do; the text is one line that names it."""
 
 
 class Lost(Exception):
@@ -65,12 +65,14 @@ class Lost(Exception):
 def run(main: Callable[[], int]) -> int:
     """Be one of torchrun's ranks: the first runs ``main``, whose exit code is returned; the others follow it, and end
     with it."""
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    try:
+        rank, world = place_among_ranks()
+    except ValueError as error:
+        note(str(error))
+        return LOST
     if world == 1:
         return main()
-    if rank:
-        for signum in (signal.SIGINT, *ENDINGS):  # rank 0 decides what they mean
-            signal.signal(signum, signal.SIG_IGN)
+    interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's would wait, as this does, for the others
     ending = Ending()
     try:
         store, _, _ = next(distributed.rendezvous("env://", timeout=ARRIVAL))
@@ -79,13 +81,33 @@ def run(main: Callable[[], int]) -> int:
     except (OSError, RuntimeError, ValueError) as error:
         ending.now(f"rank {rank} cannot reach the others: {first_line(error)}")
     if rank:
+        for signum in (signal.SIGINT, *ENDINGS):  # rank 0 decides what they mean
+            signal.signal(signum, signal.SIG_IGN)
         Follower(lines[0], rank).run()
+    signal.signal(signal.SIGINT, interrupt)
     Leader.here = Leader(lines, ending)
     try:
         return main()
     finally:
         ending.begin()
         distributed.destroy_process_group()  # its threads hold tensors, and must let go before Python ends
+
+
+def place_among_ranks() -> tuple[int, int]:
+    """This rank, and how many there are, as torchrun says. Raises ValueError for what it would not say."""
+    rank, world = number("RANK"), number("WORLD_SIZE")
+    if world < 1:
+        raise ValueError(f"WORLD_SIZE is {world}, and there is at least one rank")
+    if not 0 <= rank < world:
+        raise ValueError(f"RANK is {rank}, and with a WORLD_SIZE of {world} it is from 0 to {world - 1}")
+    return rank, world
+
+
+def number(name: str) -> int:
+    try:
+        return int(os.environ[name])
+    except ValueError:
+        raise ValueError(f"{name} is {os.environ[name]!r}, and no whole number") from None
 
 
 def load(folder: Path, device: torch.device, dtype: torch.dtype | None, quantize: str | None):
@@ -173,7 +195,7 @@ def connected(store: distributed.Store, rank: int, world: int, ending: Ending) -
     Rank 0's machine is torchrun's MASTER_ADDR, and where no other takes part it is not reachable from outside. Its port
     is told through torchrun's store.
     """
-    alone = int(os.environ.get("LOCAL_WORLD_SIZE", world)) == world
+    alone = "LOCAL_WORLD_SIZE" not in os.environ or number("LOCAL_WORLD_SIZE") == world
     host = "127.0.0.1" if alone else os.environ["MASTER_ADDR"]
     if rank:
         line = Line(socket.create_connection((host, int(store.get("chat port"))), SILENCE), rank, ending)
@@ -470,8 +492,9 @@ def is_fatal(error: Exception) -> bool:
 
 
 def is_for_memory(error: Exception) -> bool:
-    """Whether memory ran out, other than for a cache that is refused in words."""
-    return isinstance(error, MemoryError) or ("memory" in str(error) and not isinstance(error, CacheFull))
+    """Whether memory ran out, other than for what is refused in words."""
+    of_torch = isinstance(error, RuntimeError) and "memory" in str(error)
+    return of_torch or isinstance(error, MemoryError) or getattr(error, "errno", None) == ENOMEM
 
 
 def trouble(error: Exception, start: float) -> dict[str, object]:
@@ -485,4 +508,4 @@ def trouble(error: Exception, start: float) -> dict[str, object]:
 
 
 def first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
+    return next(iter(reason(error).splitlines()), type(error).__name__)

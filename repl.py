@@ -76,9 +76,10 @@ class Repl:
 
     def _greet(self) -> None:
         cache, model = self.conversation.session.cache, self.conversation.session.model
+        here = " on this rank" if model.world > 1 else ""
         note(
-            f"{model.name}, {str(model.dtype).removeprefix('torch.')} on {model.where}; "
-            f"context {cache.capacity} tokens, {cache.bytes_per_token:,} bytes of cache a token; /help lists commands"
+            f"{model.name}, {str(model.dtype).removeprefix('torch.')} on {model.where}; context {cache.capacity} "
+            f"tokens, {cache.bytes_per_token:,} bytes of cache a token{here}; /help lists the commands"
         )
 
     def _take(self, text: str) -> None:
@@ -291,7 +292,8 @@ class Repl:
             self.conversation.load(argument)
             held = f"{self.conversation.session.cache.held} tokens in the cache"
         except SessionMismatch as error:
-            if not agreed(f"chat: {argument} is of another model or cache ({error.part}); compute it from its text?"):
+            why = f"is of another model or cache ({error.part})" if error.part else f"is not whole ({error})"
+            if not agreed(f"chat: {argument} {why}; compute it from its text?"):
                 raise ChatError(f"{argument} is left as it is, and so is this conversation") from None
             self.conversation.take(error.about)
         note(f"{argument}: {turns(self.conversation.messages)}, {held}; /history shows them")

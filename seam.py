@@ -19,17 +19,21 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import native
 from linear import cpu_multiplies
-from storage import write_tensors
+from storage import discard, opened, place, write_tensors
 
 
 class CacheFull(Exception):
     """The tokens do not fit; nothing was changed. The text is one line with both numbers."""
+
+
+class RankError(Exception):
+    """What another rank could not do; the text is one line that names it."""
 
 
 # ---- attention
@@ -311,19 +315,33 @@ class KVCache(ABC):
     # -- on disk
 
     def save(self, path: Path, tokens: list[int], metadata: dict[str, str]) -> None:
-        """Keep what is held in a safetensors file, with the tokens that it stands for and with ``metadata``, of which
-        "counts" is the JSON of ``counts``. Raises OSError, the old file being whole."""
+        """Write what is held into a safetensors file beside ``path``, with the tokens that it stands for and with
+        ``metadata``, of which "counts" is the JSON of ``counts`` and "id" is new. Raises OSError.
+
+        By that id, ``place`` or ``discard`` it then: no rank replaces its part before all have written theirs.
+        """
         state = ((f"cache.{name}", tensor) for name, tensor in self.state())
-        write_tensors(path, chain([("tokens", torch.tensor(tokens))], state), metadata)
+        write_tensors(path, metadata["id"], chain([("tokens", torch.tensor(tokens))], state), metadata)
+
+    def place(self, path: Path, mark: str) -> None:
+        """Put what was saved at ``path``. Raises OSError, the old file being whole."""
+        place(path, mark)
+
+    def discard(self, path: Path, mark: str) -> None:
+        """Delete what was saved and not placed, if anything was."""
+        discard(path, mark)
 
     def load(self, path: Path, metadata: dict[str, str]) -> None:
         """Hold again what was saved with this ``metadata``. Raises CacheFull, nothing changed, when it does not fit,
-        and OSError, SafetensorError or ValueError for another file or a damaged one."""
+        and OSError or ValueError, which name the file, for another one or a damaged one."""
         counts = json.loads(metadata["counts"])
-        with safe_open(path, framework="pt") as file:
-            if file.metadata() != metadata:
-                raise ValueError(f"{path} was saved at another time")
-            for name, shape in self.shapes(counts).items():
-                if tuple(file.get_slice(f"cache.{name}").get_shape()) != shape:
-                    raise ValueError(f"{path}: {name} is not {shape}")
-            self.restore(counts, lambda name: file.get_tensor(f"cache.{name}"))
+        try:
+            with opened(path) as file:
+                if file.metadata() != metadata:
+                    raise ValueError(f"{path} was saved at another time")
+                for name, shape in self.shapes(counts).items():
+                    if tuple(file.get_slice(f"cache.{name}").get_shape()) != shape:
+                        raise ValueError(f"{path}: {name} is not {shape}")
+                self.restore(counts, lambda name: file.get_tensor(f"cache.{name}"))
+        except SafetensorError as error:
+            raise ValueError(f"{path}: {error}") from None

@@ -6,6 +6,7 @@ python ranks.py chat RANK FAULT argv…        chat.py, of which one rank fails
 
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -20,7 +21,7 @@ from torch import distributed
 
 import parallel
 from batch import Batch
-from generate import Sampling, Session, VerifyingSession
+from generate import Sampling, Session, SessionError, VerifyingSession
 from speculate import Lookup
 from tokenizer import Tokenizer
 
@@ -100,7 +101,7 @@ def interrupted_answer(llama, tokenizer) -> list[int]:
 
 
 def kept_answer(llama, tokenizer, path: Path) -> list[int]:
-    """Goes on from what was kept, of which every rank has its part; without one of them, from the text."""
+    """Goes on from what was kept, of which every rank has its part; where one's is amiss, from the text."""
     session = Session(llama, parallel.make("int8", llama, 128), tokenizer)
     tokens_of(session)
     session.save(path, "about")
@@ -108,15 +109,51 @@ def kept_answer(llama, tokenizer, path: Path) -> list[int]:
     assert again.load(path) == "about" and again.cache.length == len(again.tokens) - 1
     kept = tokens_of(again, [*again.tokens, 80])
     if llama.world > 1:
-        Path(f"{path}.1").rename(f"{path}.0")
-        try:
-            again.load(path)
-            raise AssertionError("a part was missing")
-        except parallel.RankError as error:
-            assert str(error).startswith("rank 1: ") and str(path) in str(error)
-        Path(f"{path}.0").rename(f"{path}.1")
-        assert again.cache.length == 0 and tokens_of(again, kept[:-10]) == kept
+        check_parts(again, path)
+        assert tokens_of(again, kept[:-10]) == kept
     return kept
+
+
+def check_parts(session: Session, path: Path) -> None:
+    """What is said and what is left where rank 1 cannot write, place, find or read its part."""
+    part, files = Path(f"{path}.1"), sorted(path.parent.glob(f"{path.name}*"))
+
+    def refused(does, *args) -> SessionError:
+        try:
+            does(*args)
+        except SessionError as error:
+            return error
+        raise AssertionError("all went well")
+
+    token_hex, secrets.token_hex = secrets.token_hex, lambda _: "mark"
+    blocked = path.with_name(f".{part.name}.mark")  # where it would write
+    blocked.mkdir()
+    assert str(refused(session.save, path, "new")) == f"rank 1: {part}: File exists; nothing was saved"
+    blocked.rmdir()
+    secrets.token_hex = token_hex
+    assert session.load(path) == "about"  # no rank has replaced its part
+
+    old = part.read_bytes()
+    for damage, why in (
+        (part.mkdir, f"{part}: Is a directory"),
+        (lambda: part.write_bytes(old[:100]), f"{part}: Error while deserializing"),
+        (lambda: part.write_bytes(old), f"{part} was saved at another time"),
+        (lambda: None, f"{part}: No such file or directory"),
+    ):
+        part.unlink()
+        damage()
+        if part.is_dir():
+            told = f"rank 1: {why}; its text was saved, and its cache was not"
+            assert str(refused(session.save, path, "new")) == told
+        error = refused(session.load, path)
+        assert str(error).startswith(f"rank 1: {why}") and (error.part, error.about) == ("", "new")
+        assert session.cache.length == 0
+        if part.is_dir():
+            part.rmdir()
+            part.touch()
+    session.save(path, "newer")
+    assert session.load(path) == "newer" and sorted(path.parent.glob(f"{path.name}*")) == files
+    assert not list(path.parent.glob(f".{path.name}*"))
 
 
 # ---- processes
@@ -130,20 +167,24 @@ def free_port() -> int:
 
 def started(world: int, *argv, **options) -> list[subprocess.Popen]:
     """A process for each rank, as torchrun starts them."""
-    known = {  # what torchrun says
+    port = free_port()
+    return [started_one(rank, world, port, __file__, *argv, **options) for rank in range(world)]
+
+
+def started_one(rank: int, world: int, port: int, *argv, **options) -> subprocess.Popen:
+    said = {  # by torchrun
+        "RANK": rank,
+        "LOCAL_RANK": rank,
         "WORLD_SIZE": world,
         "LOCAL_WORLD_SIZE": world,
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": free_port(),
+        "MASTER_PORT": port,
         "PYTHONPATH": ROOT,
+        "OMP_NUM_THREADS": 1,
     }
-    command = [sys.executable, __file__, *map(str, argv)]
-    ranks = []
-    for rank in range(world):
-        said = {name: str(value) for name, value in {**known, "RANK": rank, "LOCAL_RANK": rank}.items()}
-        environment = {**os.environ, **said, "OMP_NUM_THREADS": "1"}
-        ranks.append(subprocess.Popen(command, env=environment, cwd=ROOT, stdin=subprocess.DEVNULL, **options))
-    return ranks
+    environment = {**os.environ, **{name: str(value) for name, value in said.items()}}
+    command = [sys.executable, *map(str, argv)]
+    return subprocess.Popen(command, env=environment, cwd=ROOT, stdin=subprocess.DEVNULL, **options)
 
 
 def fail(fault: str) -> None:

@@ -1,13 +1,15 @@
 """Many processes act as one model: the tokens of one, whatever happens to a rank."""
 
 import json
+import signal
+import socket
 import subprocess
 import sys
 
 import pytest
 import torch
 from conftest import HEADS, successor_folder, tiny_folder, token_of
-from ranks import answers, started
+from ranks import answers, started, started_one
 from terminal import CHAT, Terminal
 
 import chat
@@ -180,6 +182,51 @@ def test_what_a_person_can_mend_is_said_once(folders):
     assert [each.returncode for each in ranks] == [2, 0]
 
 
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_rank_that_waits_in_vain_for_the_first_can_be_ended(signum):
+    with socket.create_server(("127.0.0.1", 0)) as first:
+        first.settimeout(60)
+        rank = started_one(1, 2, first.getsockname()[1], CHAT, "-p", "hello", stderr=subprocess.PIPE, text=True)
+        try:
+            connection, _ = first.accept()
+            with connection:
+                rank.send_signal(signum)
+                assert rank.communicate(timeout=10) == (None, "")
+        finally:
+            rank.kill()
+    assert rank.returncode == -signum
+
+
+@pytest.mark.parametrize(
+    ("rank", "world", "named"),
+    [
+        *[(value, "2", "RANK is ") for value in ("x", "1.5", "", "-1", "2", "7")],
+        *[("0", value, "WORLD_SIZE is ") for value in ("x", "1.5", "", "-1", "0")],
+        ("1", "1", "RANK is 1, and with a WORLD_SIZE of 1 it is from 0 to 0"),
+    ],
+)
+def test_a_place_that_no_rank_can_have_is_refused_at_once(rank, world, named, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", world)
+    assert parallel.run(lambda: pytest.fail("it ran")) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"chat: {named}") and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "fatal"),
+    [
+        (OSError(28, "No space left on device", "/memory.safetensors"), False),
+        (ValueError("/memory.safetensors was saved at another time"), False),
+        (OSError(12, "Cannot allocate memory"), True),
+        (MemoryError(), True),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), True),
+    ],
+)
+def test_a_session_called_memory_is_no_lack_of_memory(error, fatal):
+    assert parallel.is_fatal(error) == parallel.is_for_memory(error) == fatal
+
+
 # ---- a terminal
 
 
@@ -197,11 +244,23 @@ def test_a_chat_under_torchrun_is_interrupted_kept_and_gone_on_with(tmp_path, mo
     terminal.see("Ctrl-D or /quit leaves")
     terminal.ready()
     assert "/load two" in " ".join(terminal.say("/save two"))
+    assert sum("on this rank, one of 2: " in line for line in terminal.say("/cache")) >= 2
     terminal.type("\x04")
     assert terminal.end() == 0
 
     terminal = Terminal(tmp_path, command=f"{torchrun} --load two", start=90)
-    assert "tokens in the cache" in "\n".join(terminal.screen.shown)
+    shown = "\n".join(terminal.screen.shown)
+    assert "tokens in the cache" in shown and "bytes of cache each on this rank" in shown
+    (tmp_path / "kv-chat" / "sessions" / "two.safetensors.1").unlink()
+    terminal.screen.reset()
+    terminal.type("/load two\r")
+    terminal.see("two is not whole (rank 1: ")
+    terminal.see("[y/N]")
+    terminal.type("y\r")
+    terminal.see("computed again with the next message")
+    terminal.ready()
+    terminal.say("/save two")
+    assert "tokens in the cache" in " ".join(terminal.say("/load two"))
     terminal.type("\x04")
     assert terminal.end() == 0
 

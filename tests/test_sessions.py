@@ -212,7 +212,7 @@ def test_a_load_that_finds_no_pages_leaves_the_session_as_it_was(tiny_gqa, tmp_p
 
 def test_what_cannot_be_written_or_found_is_said_and_the_old_file_stays(saved, tmp_path, monkeypatch):
     session, _, _ = saved
-    with pytest.raises(SessionError, match="no such file"):
+    with pytest.raises(SessionError, match="No such file or directory"):
         session.load(tmp_path / "nowhere")
     with pytest.raises(SessionError, match="nothing was saved"):
         session.save(tmp_path / "no" / "folder")
