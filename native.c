@@ -8,6 +8,10 @@
 #include <stdlib.h>
 #include <string.h>
 
+/* Each function that takes a kind is made anew for each of them: told apart in an inner loop, they would cost more than
+ * the loop. */
+#define SPECIAL static inline __attribute__((always_inline))
+
 #if defined(__AVX512F__)
 #define LANES 16
 #else
@@ -21,25 +25,25 @@ typedef int32_t ints __attribute__((vector_size(4 * LANES)));
  * when it is written as a conversion. */
 #if defined(__AVX512F__)
 #include <immintrin.h>
-static inline vec halves(const void *p) { return (vec)_mm512_cvtph_ps(_mm256_loadu_si256(p)); }
-static inline ints shorts(const void *p) { return (ints)_mm512_cvtepu16_epi32(_mm256_loadu_si256(p)); }
-static inline ints chars(const void *p) { return (ints)_mm512_cvtepi8_epi32(_mm_loadu_si128(p)); }
-static inline ints bytes(const void *p) { return (ints)_mm512_cvtepu8_epi32(_mm_loadu_si128(p)); }
-static inline vec floats(ints i) { return (vec)_mm512_cvtepi32_ps((__m512i)i); }
+SPECIAL vec halves(const void *p) { return (vec)_mm512_cvtph_ps(_mm256_loadu_si256(p)); }
+SPECIAL ints shorts(const void *p) { return (ints)_mm512_cvtepu16_epi32(_mm256_loadu_si256(p)); }
+SPECIAL ints chars(const void *p) { return (ints)_mm512_cvtepi8_epi32(_mm_loadu_si128(p)); }
+SPECIAL ints bytes(const void *p) { return (ints)_mm512_cvtepu8_epi32(_mm_loadu_si128(p)); }
+SPECIAL vec floats(ints i) { return (vec)_mm512_cvtepi32_ps((__m512i)i); }
 #elif defined(__AVX2__) && defined(__F16C__)
 #include <immintrin.h>
-static inline vec halves(const void *p) { return (vec)_mm256_cvtph_ps(_mm_loadu_si128(p)); }
-static inline ints shorts(const void *p) { return (ints)_mm256_cvtepu16_epi32(_mm_loadu_si128(p)); }
-static inline ints chars(const void *p) { return (ints)_mm256_cvtepi8_epi32(_mm_loadl_epi64(p)); }
-static inline ints bytes(const void *p) { return (ints)_mm256_cvtepu8_epi32(_mm_loadl_epi64(p)); }
-static inline vec floats(ints i) { return (vec)_mm256_cvtepi32_ps((__m256i)i); }
+SPECIAL vec halves(const void *p) { return (vec)_mm256_cvtph_ps(_mm_loadu_si128(p)); }
+SPECIAL ints shorts(const void *p) { return (ints)_mm256_cvtepu16_epi32(_mm_loadu_si128(p)); }
+SPECIAL ints chars(const void *p) { return (ints)_mm256_cvtepi8_epi32(_mm_loadl_epi64(p)); }
+SPECIAL ints bytes(const void *p) { return (ints)_mm256_cvtepu8_epi32(_mm_loadl_epi64(p)); }
+SPECIAL vec floats(ints i) { return (vec)_mm256_cvtepi32_ps((__m256i)i); }
 #else
 #define EACH(type, all, of) all v; const type *q = of; for (int i = 0; i < LANES; i++) v[i] = q[i]; return v
-static inline vec halves(const void *p) { EACH(_Float16, vec, p); }
-static inline ints shorts(const void *p) { EACH(uint16_t, ints, p); }
-static inline ints chars(const void *p) { EACH(int8_t, ints, p); }
-static inline ints bytes(const void *p) { EACH(uint8_t, ints, p); }
-static inline vec floats(ints n) { return __builtin_convertvector(n, vec); }
+SPECIAL vec halves(const void *p) { EACH(_Float16, vec, p); }
+SPECIAL ints shorts(const void *p) { EACH(uint16_t, ints, p); }
+SPECIAL ints chars(const void *p) { EACH(int8_t, ints, p); }
+SPECIAL ints bytes(const void *p) { EACH(uint8_t, ints, p); }
+SPECIAL vec floats(ints n) { return __builtin_convertvector(n, vec); }
 #endif
 
 enum kind { F32, F16, BF16, I8, I4 };     /* of stored values */
@@ -47,9 +51,9 @@ enum ending { SET, ADD, SWIGLU };         /* what becomes of a product */
 
 static const int size_of[] = {4, 2, 2, 1};
 
-static inline long padded(long n) { return (n + LANES - 1) / LANES * LANES; }
+SPECIAL long padded(long n) { return (n + LANES - 1) / LANES * LANES; }
 
-static inline float sum(vec v) {
+SPECIAL float sum(vec v) {
     typedef float quad __attribute__((vector_size(16)));
     quad parts[LANES / 4];
     memcpy(parts, &v, sizeof v);
@@ -57,7 +61,7 @@ static inline float sum(vec v) {
     return (parts[0][0] + parts[0][1]) + (parts[0][2] + parts[0][3]);
 }
 
-static inline vec load(const void *from, enum kind kind) {
+SPECIAL vec load(const void *from, enum kind kind) {
     vec v;
     switch (kind) {
     case F16: return halves(from);
@@ -68,14 +72,14 @@ static inline vec load(const void *from, enum kind kind) {
 }
 
 /* The same where fewer than LANES values are left. */
-static inline vec load_rest(const void *from, enum kind kind, long n) {
+SPECIAL vec load_rest(const void *from, enum kind kind, long n) {
     char all[sizeof(vec)] = {0};
     memcpy(all, from, n * size_of[kind]);
     return load(all, kind);
 }
 
 /* Into floats, followed by zeros up to a multiple of LANES. */
-static inline void widen(float *to, const void *from, enum kind kind, long n) {
+SPECIAL void widen(float *to, const void *from, enum kind kind, long n) {
     long i = 0;
     for (; i + LANES <= n; i += LANES) {
         vec v = load((const char *)from + i * size_of[kind], kind);
@@ -88,7 +92,7 @@ static inline void widen(float *to, const void *from, enum kind kind, long n) {
 }
 
 /* The inverse, rounded to the nearest. */
-static inline void narrow(void *to, const float *from, enum kind kind, long n) {
+SPECIAL void narrow(void *to, const float *from, enum kind kind, long n) {
     for (long i = 0; i < n; i++) {
         uint32_t bits;
         memcpy(&bits, from + i, sizeof bits);
@@ -107,7 +111,7 @@ static inline void narrow(void *to, const float *from, enum kind kind, long n) {
 }
 
 /* w · x, x being followed by zeros up to the next multiple of LANES. */
-static inline float dot(const void *w, enum kind kind, const float *x, long n) {
+SPECIAL float dot(const void *w, enum kind kind, const float *x, long n) {
     const char *from = w;
     const int step = LANES * size_of[kind];
     vec a = {0}, b = {0}, c = {0}, d = {0};
@@ -124,7 +128,7 @@ static inline float dot(const void *w, enum kind kind, const float *x, long n) {
 }
 
 /* e^x for -87 <= x <= 88, to a few units in the last place: 2^whole · e^part, the second by its Taylor series. */
-static inline float exponential(float x) {
+SPECIAL float exponential(float x) {
     x = x < -87 ? -87 : x > 88 ? 88 : x;
     float whole = x * 1.44269504f + 12582912.f - 12582912.f; /* rounded, as 1.5 · 2^23 leaves no bits below 1 */
     float part = x - whole * 0.693359375f + whole * 2.12194440e-4f; /* x - whole · ln 2, which has more digits */
@@ -140,7 +144,7 @@ static inline float exponential(float x) {
     return scale * power;
 }
 
-static inline float root(float x) { return __builtin_sqrtf(x); }
+SPECIAL float root(float x) { return __builtin_sqrtf(x); }
 
 static void rms_norm(float *y, const float *x, const float *weight, float eps, long n) {
     float squares = 0;
@@ -152,12 +156,13 @@ static void rms_norm(float *y, const float *x, const float *weight, float eps, l
 
 /* ---- products ---- */
 
+#define PIECE 16 /* outputs */
 #define ROWS 2
 #define TOKENS 4
 
 /* y [TOKENS, ROWS] of as many rows of w, size bytes apart, and of x, width apart. What is loaded serves several
  * products, so that it is the multiplying that takes the time. */
-static inline void tile(float y[TOKENS][ROWS], const char *w, long size, enum kind kind, const float *x, long width,
+SPECIAL void tile(float y[TOKENS][ROWS], const char *w, long size, enum kind kind, const float *x, long width,
                         long n) {
     vec sums[TOKENS][ROWS] = {0};
     for (long i = 0; i < n; i += LANES) {
@@ -179,7 +184,7 @@ static inline void tile(float y[TOKENS][ROWS], const char *w, long size, enum ki
 
 /* Outputs first to last (not included) of x [T, n] times weightᵀ. x has zeros behind each row up to a multiple of
  * LANES, and rows of zeros up to a multiple of TOKENS unless T is 1. */
-static inline void rows_of(float *y, const float *x, long T, const void *weight, enum kind kind, const float *steps,
+SPECIAL void rows_of(float *y, const float *x, long T, const void *weight, enum kind kind, const float *steps,
                            long first, long last, long outputs, long n) {
     const long width = padded(n), row_size = n * size_of[kind];
     const char *w = (const char *)weight + first * row_size;
@@ -187,15 +192,17 @@ static inline void rows_of(float *y, const float *x, long T, const void *weight,
         for (long row = first; row < last; row++, w += row_size) y[row] = dot(w, kind, x, n) * (steps ? steps[row] : 1);
         return;
     }
-    float products[TOKENS][ROWS];
-    for (long row = first; row < last; row += ROWS, w += ROWS * row_size) {
-        const int odd = last - row == 1; /* then it is taken twice */
-        for (long t = 0; t < T; t += TOKENS) {
-            tile(products, w, odd ? 0 : row_size, kind, x + t * width, width, n);
-            for (long i = 0; i < TOKENS && t + i < T; i++)
+    float products[TOKENS][ROWS], made[TOKENS][PIECE];
+    for (long t = 0; t < T; t += TOKENS) { /* these stay near while the rows pass */
+        for (long row = first; row < last; row += ROWS) {
+            const int odd = last - row == 1; /* then it is taken twice */
+            tile(products, w + (row - first) * row_size, odd ? 0 : row_size, kind, x + t * width, width, n);
+            for (long i = 0; i < TOKENS; i++)
                 for (long r = 0; r < ROWS - odd; r++)
-                    y[(t + i) * outputs + row + r] = products[i][r] * (steps ? steps[row + r] : 1);
+                    made[i][row - first + r] = products[i][r] * (steps ? steps[row + r] : 1);
         }
+        for (long i = 0; i < TOKENS && t + i < T; i++) /* one line of the processor's cache for each token */
+            memcpy(y + (t + i) * outputs + first, made[i], (last - first) * sizeof *y);
     }
 }
 
@@ -245,7 +252,7 @@ void product(float *y, const float *x, long T, const float *norm, float eps, con
         memset(row + n, 0, (width - n) * sizeof *x);
     }
     memset(in + T * width, 0, (lines - T) * width * sizeof *x);
-    const long piece = kind == I4 ? 4 * LANES : 16, pieces = (outputs + piece - 1) / piece;
+    const long piece = kind == I4 ? 4 * LANES : PIECE, pieces = (outputs + piece - 1) / piece;
 #pragma omp parallel num_threads(threads)
     {
 #pragma omp for schedule(static)
@@ -300,7 +307,7 @@ void turn(float *x, long T, long width, long heads, long kv_heads, long D, const
 
 /* One K/V head and its group of queries over tokens first to last: for each query the unnormalized sum of values in
  * y [group, D + 2], then the largest score and the sum of exponentials (online softmax, arXiv 1805.02867). */
-static inline void look(float *y, const float *q, const char *k, const char *v, enum kind kind, long group, long first,
+SPECIAL void look(float *y, const float *q, const char *k, const char *v, enum kind kind, long group, long first,
                         long last, long D, long k_stride, long v_stride) {
     const int size = size_of[kind];
     float scores[AT_ONCE], wide[AT_ONCE][padded(D)];

@@ -10,7 +10,6 @@ from itertools import groupby, takewhile
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from seam import CacheFull, KVCache
 
@@ -158,11 +157,6 @@ class PagedCache(KVCache):
             self._worked_out[key] = runs or [(0, 0)]
         return self._worked_out[key]
 
-    def _seen(self, layer: int) -> list[tuple[int, int]]:
-        """The slots that the newest token sees in a layer."""
-        window = self.config.windows[layer]
-        return self._runs(0 if window is None else max(0, self.length - window), self.length)
-
     def truncate(self, length: int) -> None:
         super().truncate(length)
         needed = -(-length // self.pool.page_size)
@@ -247,19 +241,10 @@ class PagedBatch:
     def _newest(self, layer: int, q: Tensor) -> list[Tensor]:
         """Attention of the first sequences, which bring one token each, q [B, Hq, D] -> tensors that join to the same.
 
-        One call for each: on a CPU it takes a third longer to bring them together, padded to the longest. What one
-        piece holds is read with as few calls as can be; they take as long as the reading.
+        One call for each: on a CPU it takes a third longer to bring them together, padded to the longest.
         """
-        keys, values = self.pool.keys_values[layer].split(1)  # [1, Hkv, slots, D]
-        folded, y = q.unflatten(1, (1, keys.shape[1], -1)).unbind(), []
-        for sequence, whole, one in zip(self.sequences, folded, q.split(1), strict=False):
-            (start, end), *more = sequence._seen(layer)
-            if more:
-                y.append(sequence._look(layer, one, one, one))
-            else:
-                k, v = (x.narrow(2, start, end - start) for x in (keys, values))
-                y.append(scaled_dot_product_attention(whole, k, v).flatten(1, 2))
-        return y
+        pairs = zip(self.sequences, q.split(1), strict=False)
+        return [sequence._look(layer, one, one, one) for sequence, one in pairs]
 
 
 class FlashBatch(PagedBatch):
