@@ -96,7 +96,7 @@ class ContiguousCache(KVCache):
             (config.num_hidden_layers, 2, config.num_key_value_heads, capacity, config.head_dim)
         )
         self._layer = [layer.unbind() for layer in self.keys_values]  # K and V [Hkv, capacity, D] of each
-        kernels = self.device.type == "cpu" and native.library() is not None
+        kernels = native.computes(self.device, config.head_dim)
         self._held = [native.Held(*layer) for layer in self._layer] if kernels else None
 
     def _memory(self, shape: tuple[int, ...]) -> Tensor:

@@ -776,8 +776,7 @@ def place(
 
 
 def ready(model: Llama) -> Llama:
-    if model.device.type == "cpu":
-        native.quicken(model)
+    native.quicken(model)
     return model.eval()
 
 

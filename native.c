@@ -30,6 +30,7 @@ SPECIAL ints shorts(const void *p) { return (ints)_mm512_cvtepu16_epi32(_mm256_l
 SPECIAL ints chars(const void *p) { return (ints)_mm512_cvtepi8_epi32(_mm_loadu_si128(p)); }
 SPECIAL ints bytes(const void *p) { return (ints)_mm512_cvtepu8_epi32(_mm_loadu_si128(p)); }
 SPECIAL vec floats(ints i) { return (vec)_mm512_cvtepi32_ps((__m512i)i); }
+SPECIAL uint16_t half(float f) { return _cvtss_sh(f, 0); }
 #elif defined(__AVX2__) && defined(__F16C__)
 #include <immintrin.h>
 SPECIAL vec halves(const void *p) { return (vec)_mm256_cvtph_ps(_mm_loadu_si128(p)); }
@@ -37,6 +38,7 @@ SPECIAL ints shorts(const void *p) { return (ints)_mm256_cvtepu16_epi32(_mm_load
 SPECIAL ints chars(const void *p) { return (ints)_mm256_cvtepi8_epi32(_mm_loadl_epi64(p)); }
 SPECIAL ints bytes(const void *p) { return (ints)_mm256_cvtepu8_epi32(_mm_loadl_epi64(p)); }
 SPECIAL vec floats(ints i) { return (vec)_mm256_cvtepi32_ps((__m256i)i); }
+SPECIAL uint16_t half(float f) { return _cvtss_sh(f, 0); }
 #else
 #define EACH(type, all, of) all v; const type *q = of; for (int i = 0; i < LANES; i++) v[i] = q[i]; return v
 SPECIAL vec halves(const void *p) { EACH(_Float16, vec, p); }
@@ -44,6 +46,12 @@ SPECIAL ints shorts(const void *p) { EACH(uint16_t, ints, p); }
 SPECIAL ints chars(const void *p) { EACH(int8_t, ints, p); }
 SPECIAL ints bytes(const void *p) { EACH(uint8_t, ints, p); }
 SPECIAL vec floats(ints n) { return __builtin_convertvector(n, vec); }
+SPECIAL uint16_t half(float f) {
+    const _Float16 rounded = f;
+    uint16_t bits;
+    memcpy(&bits, &rounded, sizeof bits);
+    return bits;
+}
 #endif
 
 enum kind { F32, F16, BF16, I8, I4 };     /* of stored values */
@@ -101,11 +109,7 @@ SPECIAL void narrow(void *to, const float *from, enum kind kind, long n) {
         case BF16: /* half of what is cut off is added, to the even one; what is not a number remains that */
             ((uint16_t *)to)[i] = from[i] != from[i] ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
             break;
-#if defined(__F16C__)
-        default: ((uint16_t *)to)[i] = _cvtss_sh(from[i], 0); break;
-#else
-        default: ((_Float16 *)to)[i] = from[i]; break;
-#endif
+        default: ((uint16_t *)to)[i] = half(from[i]);
         }
     }
 }

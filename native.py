@@ -81,6 +81,11 @@ def openmp() -> Path:
     return Path(max(loaded, key=lambda path: "/torch/" in path))
 
 
+def computes(device: torch.device, head_dim: int) -> bool:
+    """Whether the kernels serve tensors there; what they keep of a head lies on the stack."""
+    return device.type == "cpu" and head_dim <= 1024 and library() is not None
+
+
 # ---- the kernels
 
 
@@ -193,9 +198,9 @@ class Halves:
 
 
 def quicken(model) -> None:
-    """Have a Llama on a CPU make its steps with the kernels, if it can."""
+    """Have a Llama make its steps with the kernels, if they can read it where it is."""
     matrices = [module for module in model.modules() if isinstance(module, Linear)]
-    if library() is None or not all(map(takes, matrices)):
+    if not computes(model.device, model.config.head_dim) or not all(map(takes, matrices)):
         return
     for layer in model.layers:
         halves = Halves(layer)

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 from conftest import HEADS, tiny_folder
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from test_chat import environment, start
 
@@ -66,6 +66,7 @@ def test_products_are_those_of_the_stored_values(kind, tokens, inputs, outputs, 
     torch.manual_seed(seed)
     inputs, outputs = (inputs * 32, outputs * 64) if kind == "int4" else (inputs, 2 * outputs)
     made, values = matrix(kind, inputs, outputs, bias)
+    assume(native.takes(made))  # torch orders 4 bits in its own way on each processor
     norm = RMSNorm(inputs, 1e-5) if normed else None
     x, expected = torch.randn(tokens, inputs), torch.zeros(())
     if normed:
@@ -99,7 +100,7 @@ def test_what_is_not_a_number_is_not_hidden(kind):
     made, _ = matrix(kind, 64, 64, False)
     x = torch.ones(1, 64)
     x[0, 5] = torch.nan
-    assert Product(made)(x).isnan().all()
+    assert not native.takes(made) or Product(made)(x).isnan().all()
     assert attention(x.view(1, 1, 64), [Piece(torch.ones(1, 9, 64), torch.ones(1, 9, 64))]).isnan().all()
 
 
@@ -251,12 +252,11 @@ def test_without_a_compiler_the_answer_is_the_same(fault, tiny_gqa, tmp_path):
     assert answers[0] == answers[1] != b""
 
 
+@needs_compiler
 def test_weights_that_the_kernels_cannot_read_are_left_to_torch(folders, monkeypatch):
-    """torch orders 4 bits in its own way on each processor."""
     model = load(folders / "GQA", quantize="int4")
     usual = logits(model, "contiguous")
-    if native.library() is not None:
-        monkeypatch.setattr(native, "rows_in_a_block", lambda: 0)
+    monkeypatch.setattr(native, "rows_in_a_block", lambda: 0)
     other = load(folders / "GQA", quantize="int4")
     assert "before" not in vars(other.layers[0]) and not native.takes(other.layers[0].mlp.down_proj)
     torch.testing.assert_close(logits(other, "contiguous"), usual, atol=0.2 * usual.abs().max().item(), rtol=0)
