@@ -51,7 +51,7 @@ def matrix(kind, inputs, outputs, bias):
 
 
 @needs_compiler
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.sampled_from([*DTYPES, "int8", "int4"]),
     st.integers(1, FEW),
@@ -132,7 +132,7 @@ def test_heads_are_normed_and_turned(tokens, normed, turned, tiny_gqa):
 
 
 @needs_compiler
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     st.sampled_from(DTYPES),
     st.integers(1, 4),

@@ -250,7 +250,7 @@ def test_a_chat_under_torchrun_is_interrupted_kept_and_gone_on_with(tmp_path, mo
 
     terminal = Terminal(tmp_path, command=f"{torchrun} --load two", start=90)
     shown = "\n".join(terminal.screen.shown)
-    assert "tokens in the cache" in shown and "bytes of cache each on this rank" in shown
+    assert "tokens in the cache" in shown and "bytes of cache a token on this rank" in shown
     (tmp_path / "kv-chat" / "sessions" / "two.safetensors.1").unlink()
     terminal.screen.reset()
     terminal.type("/load two\r")
