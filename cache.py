@@ -105,8 +105,7 @@ class ContiguousCache(KVCache):
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if q.shape[0] > 1 or self._held is None:
             return super().attend(layer, q, k, v)
-        last, window = self._span[0], self.config.windows[layer]
-        return self._held[layer].attend(q, k, v, 0 if window is None else max(0, last + 1 - window), last)
+        return self._held[layer].attend(q, k, v, self._oldest(layer), self._span[0])
 
     def _store(self, layer: int, k: Tensor, v: Tensor) -> None:
         tokens = k.shape[1]

@@ -776,6 +776,7 @@ def place(
 
 
 def ready(model: Llama) -> Llama:
+    """A model whose weights are in place, with the fastest steps that there are where it is."""
     native.quicken(model)
     return model.eval()
 

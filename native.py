@@ -61,8 +61,11 @@ def built() -> Path:
     name = f"native-{sha256(repr(what).encode()).hexdigest()[:16]}.so"
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     file = Path(base) / "kv-chat" / name
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder = file.parent.stat()
+    if folder.st_uid != os.getuid() or folder.st_mode & 0o022:  # what lies there is run
+        raise PermissionError(f"{file.parent} is not ours alone")
     if not file.exists():
-        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=file.parent) as folder:
             made, linked = Path(folder) / "native.o", Path(folder) / name
             for command in ([*FLAGS, "-c", source, "-o", made], ["-shared", made, threads, "-lm", "-o", linked]):

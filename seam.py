@@ -228,11 +228,15 @@ class KVCache(ABC):
 
     def _look(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend over what is held; a single token is among it, those of a longer pass need not be yet."""
-        (start, end), window = self._span, self.config.windows[layer]
-        first = 0 if window is None else max(0, start + 1 - window)  # the oldest that any query sees
+        end, first = self._span[1], self._oldest(layer)
         if len(q) == 1:
             return attention(q, (Piece(*kv) for kv in self._read(layer, first, end)))
         return attention(q, self._pieces(layer, first, k, v))
+
+    def _oldest(self, layer: int) -> int:
+        """The oldest token that any query of the pass sees."""
+        window = self.config.windows[layer]
+        return 0 if window is None else max(0, self._span[0] + 1 - window)
 
     def _pieces(self, layer: int, first: int, k: Tensor, v: Tensor) -> Iterator[Piece]:
         """The pass's own tokens, and what was held before them: all of that is in the past of every query."""

@@ -226,6 +226,14 @@ def test_it_is_compiled_once(tmp_path, monkeypatch):
 
 
 @needs_compiler
+def test_what_others_could_have_put_there_is_not_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    native.built().parent.chmod(0o777)
+    with pytest.raises(PermissionError):
+        native.built()
+
+
+@needs_compiler
 def test_another_processor_has_its_own(tmp_path, monkeypatch):
     """A home may be shared by machines, one of which has not the other's instructions."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
