@@ -96,16 +96,10 @@ class ContiguousCache(KVCache):
             (config.num_hidden_layers, 2, config.num_key_value_heads, capacity, config.head_dim)
         )
         self._layer = [layer.unbind() for layer in self.keys_values]  # K and V [Hkv, capacity, D] of each
-        kernels = native.computes(self.device, config.head_dim)
-        self._held = [native.Held(*layer) for layer in self._layer] if kernels else None
+        self._kernels = native.held(self._layer)
 
     def _memory(self, shape: tuple[int, ...]) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if q.shape[0] > 1 or self._held is None:
-            return super().attend(layer, q, k, v)
-        return self._held[layer].attend(q, k, v, self._oldest(layer), self._span[0])
 
     def _store(self, layer: int, k: Tensor, v: Tensor) -> None:
         tokens = k.shape[1]
@@ -164,6 +158,7 @@ class WindowCache(KVCache):
             torch.empty((*shape, self._slots(config, layer, capacity), config.head_dim), dtype=dtype, device=device)
             for layer in range(config.num_hidden_layers)
         ]
+        self._kernels = native.held(self.rings)
 
     @classmethod
     def _slots(cls, config, layer: int, tokens: int) -> int:
@@ -188,8 +183,10 @@ class WindowCache(KVCache):
             ring[1, :, slot].copy_(v[:, old:new])
 
     def _read(self, layer: int, first: int, last: int) -> Iterable[tuple[Tensor, Tensor]]:
-        ring = self.rings[layer]
-        return [tuple(ring[:, :, slot]) for _, _, slot in self._arcs(ring.shape[2], first, last)]
+        return [tuple(self.rings[layer][:, :, a:b]) for a, b in self._runs(layer, first, last)]
+
+    def _runs(self, layer: int, first: int, last: int) -> list[tuple[int, int]]:
+        return [(slot.start, slot.stop) for _, _, slot in self._arcs(self.rings[layer].shape[2], first, last)]
 
     @staticmethod
     def _arcs(slots: int, first: int, last: int) -> list[tuple[int, int, slice]]:

@@ -136,7 +136,9 @@ def multiply(x: Tensor, weight: Tensor) -> Tensor:
 
 @cache
 def cpu_multiplies(dtype: torch.dtype) -> bool:
-    """Whether this CPU has matrix kernels for a 16-bit dtype; many desktops have none."""
+    """Whether torch has matrix kernels for a dtype on this CPU; on many desktops it has none for 16 bits."""
+    if dtype is torch.float32:
+        return True
     if not torch.backends.mkldnn.is_available():
         return False
     if dtype is torch.bfloat16:

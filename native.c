@@ -19,6 +19,7 @@
 #endif
 
 typedef float vec __attribute__((vector_size(4 * LANES)));
+typedef float quad __attribute__((vector_size(16)));
 typedef int32_t ints __attribute__((vector_size(4 * LANES)));
 
 /* LANES values in memory as floats or integers. Compilers know that on x86 each is one instruction, but not all of them
@@ -31,6 +32,7 @@ SPECIAL ints chars(const void *p) { return (ints)_mm512_cvtepi8_epi32(_mm_loadu_
 SPECIAL ints bytes(const void *p) { return (ints)_mm512_cvtepu8_epi32(_mm_loadu_si128(p)); }
 SPECIAL vec floats(ints i) { return (vec)_mm512_cvtepi32_ps((__m512i)i); }
 SPECIAL uint16_t half(float f) { return _cvtss_sh(f, 0); }
+SPECIAL quad sums(quad a, quad b, quad c, quad d) { return _mm_hadd_ps(_mm_hadd_ps(a, b), _mm_hadd_ps(c, d)); }
 #elif defined(__AVX2__) && defined(__F16C__)
 #include <immintrin.h>
 SPECIAL vec halves(const void *p) { return (vec)_mm256_cvtph_ps(_mm_loadu_si128(p)); }
@@ -39,6 +41,7 @@ SPECIAL ints chars(const void *p) { return (ints)_mm256_cvtepi8_epi32(_mm_loadl_
 SPECIAL ints bytes(const void *p) { return (ints)_mm256_cvtepu8_epi32(_mm_loadl_epi64(p)); }
 SPECIAL vec floats(ints i) { return (vec)_mm256_cvtepi32_ps((__m256i)i); }
 SPECIAL uint16_t half(float f) { return _cvtss_sh(f, 0); }
+SPECIAL quad sums(quad a, quad b, quad c, quad d) { return _mm_hadd_ps(_mm_hadd_ps(a, b), _mm_hadd_ps(c, d)); }
 #else
 #define EACH(type, all, of) all v; const type *q = of; for (int i = 0; i < LANES; i++) v[i] = q[i]; return v
 SPECIAL vec halves(const void *p) { EACH(_Float16, vec, p); }
@@ -52,6 +55,8 @@ SPECIAL uint16_t half(float f) {
     memcpy(&bits, &rounded, sizeof bits);
     return bits;
 }
+SPECIAL float of(quad q) { return (q[0] + q[1]) + (q[2] + q[3]); }
+SPECIAL quad sums(quad a, quad b, quad c, quad d) { return (quad){of(a), of(b), of(c), of(d)}; }
 #endif
 
 enum kind { F32, F16, BF16, I8, I4 };     /* of stored values */
@@ -61,13 +66,19 @@ static const int size_of[] = {4, 2, 2, 1};
 
 SPECIAL long padded(long n) { return (n + LANES - 1) / LANES * LANES; }
 
-SPECIAL float sum(vec v) {
-    typedef float quad __attribute__((vector_size(16)));
+SPECIAL quad fold(vec v) {
     quad parts[LANES / 4];
     memcpy(parts, &v, sizeof v);
     for (int i = 1; i < LANES / 4; i++) parts[0] += parts[i];
-    return (parts[0][0] + parts[0][1]) + (parts[0][2] + parts[0][3]);
+    return parts[0];
 }
+
+SPECIAL float sum(vec v) {
+    const quad four = fold(v);
+    return (four[0] + four[1]) + (four[2] + four[3]);
+}
+
+SPECIAL quad sums_of(const vec v[4]) { return sums(fold(v[0]), fold(v[1]), fold(v[2]), fold(v[3])); }
 
 SPECIAL vec load(const void *from, enum kind kind) {
     vec v;
@@ -150,141 +161,254 @@ SPECIAL float exponential(float x) {
 
 SPECIAL float root(float x) { return __builtin_sqrtf(x); }
 
-static void rms_norm(float *y, const float *x, const float *weight, float eps, long n) {
+static float rms_scale(const float *x, float eps, long n) {
     float squares = 0;
 #pragma omp simd reduction(+ : squares)
     for (long i = 0; i < n; i++) squares += x[i] * x[i];
-    float scale = 1 / root(squares / n + eps);
+    return 1 / root(squares / n + eps);
+}
+
+static void rms_norm(float *y, const float *x, const float *weight, float eps, long n) {
+    const float scale = rms_scale(x, eps, n);
     for (long i = 0; i < n; i++) y[i] = x[i] * scale * weight[i];
 }
 
 /* ---- products ---- */
 
-#define PIECE 16 /* outputs */
-#define ROWS 2
-#define TOKENS 4
+/* Of few tokens the weights are read but once, and that is what takes the time. Of many, what is loaded has to serve
+ * several multiplications (Goto and van de Geijn, Anatomy of high-performance matrix multiplication, 2008): TILES tiles
+ * of tokens stay in the second cache of a core while the weights pass, those of a piece of the outputs stay there while
+ * the tiles pass, and the sums of a tile of tokens and of some outputs stay in registers while their inputs pass. */
+#define TILES 8
+#define DEEP 768            /* most inputs at a time */
+#define ROOM (9 * LANES)    /* rows of sums: two times one block of outputs in 4 bits, in whole tiles */
+#define SUMS 12             /* vectors of sums in a tile: that many registers are left, and keep the multiplier busy */
+#define STRIDE (DEEP + 16)  /* as DEEP rows would fall onto the same places of a cache */
+#define NEAR 300000         /* bytes of tokens that stay in the second cache */
 
-/* y [TOKENS, ROWS] of as many rows of w, size bytes apart, and of x, width apart. What is loaded serves several
- * products, so that it is the multiplying that takes the time. */
-SPECIAL void tile(float y[TOKENS][ROWS], const char *w, long size, enum kind kind, const float *x, long width,
-                        long n) {
-    vec sums[TOKENS][ROWS] = {0};
-    for (long i = 0; i < n; i += LANES) {
-        const char *at = w + i * size_of[kind];
-        const long rest = n - i;
-        const vec a = rest < LANES ? load_rest(at, kind, rest) : load(at, kind);
-        const vec b = rest < LANES ? load_rest(at + size, kind, rest) : load(at + size, kind);
-#pragma GCC unroll 4
-        for (int t = 0; t < TOKENS; t++) {
-            const vec token = load(x + t * width + i, F32);
-            sums[t][0] += a * token;
-            sums[t][1] += b * token;
+struct matrix {
+    const void *weight;
+    enum kind kind;
+    const void *steps;
+    const float *bias;
+    long outputs, n;
+};
+
+/* sums [SUMS / V] rows of V vectors += as many rows of w, an input being `step` behind the one before, times the same n
+ * inputs of V vectors of tokens. Meanwhile the weights that are needed next come nearer. */
+SPECIAL void tile(float *sums, const int V, const float *w, long row, long step, const float *x, long n, int goes_on,
+                  const char *next, long next_row, int size) {
+    vec all[SUMS / V][V];
+#pragma GCC unroll 12
+    for (int r = 0; r < SUMS / V; r++)
+        for (int v = 0; v < V; v++) all[r][v] = goes_on ? load(sums + (r * V + v) * LANES, F32) : (vec){0};
+    for (long i = 0; i < n;) {
+        if (next)
+#pragma GCC unroll 12
+            for (int r = 0; r < SUMS / V; r++) __builtin_prefetch(next + r * next_row + i * size, 0, 2);
+        for (const long stop = i + 32 < n ? i + 32 : n; i < stop; i++) {
+            const vec token[] = {load(x + i * V * LANES, F32), load(x + (i * V + V - 1) * LANES, F32)};
+#pragma GCC unroll 12
+            for (int r = 0; r < SUMS / V; r++)
+#pragma GCC unroll 2
+                for (int v = 0; v < V; v++) all[r][v] += w[r * row + i * step] * token[v];
         }
     }
+    memcpy(sums, all, sizeof all);
+}
+
+static void tile_of(float *sums, int V, int block, const float *w, const float *x, long n, int goes_on, const char *next,
+                    long next_row, int size) {
+    if (block && V == 1) tile(sums, 1, w, 1, ROOM, x, n, goes_on, next, next_row, size);
+    else if (block) tile(sums, 2, w, 1, ROOM, x, n, goes_on, next, next_row, size);
+    else if (V == 1) tile(sums, 1, w, STRIDE, 1, x, n, goes_on, next, next_row, size);
+    else tile(sums, 2, w, STRIDE, 1, x, n, goes_on, next, next_row, size);
+}
+
+/* Outputs first to last (not included), of inputs from to to, as floats: input after input for each output, STRIDE
+ * apart; or those in 4 bits output after output for each input, ROOM apart. */
+SPECIAL void widen_rows(float *to, const struct matrix *m, enum kind kind, long first, long last, long from, long n) {
+    for (long row = first; row < last; row++)
+        widen(to + (row - first) * STRIDE, (const char *)m->weight + (row * m->n + from) * size_of[kind], kind, n);
+}
+
+/* As torch's kernel for CPUs has them: a block of 4 · LANES outputs lies together, input after input, and in a byte one
+ * output of the block's first half below and one of the second above; steps [n / 32, outputs] hold a step below and a
+ * middle above, each a bfloat16. */
+SPECIAL void widen_block(float *to, const struct matrix *m, long first, long from, long n) {
+    const uint8_t *packed = (const uint8_t *)m->weight + (first * m->n / 2) + from * 2 * LANES;
+    const uint32_t *steps = m->steps;
+    ints both[4];
+    for (long i = 0; i < n; i++, to += ROOM, packed += 2 * LANES) {
+        if (i == 0 || (from + i) % 32 == 0) memcpy(both, steps + (from + i) / 32 * m->outputs + first, sizeof both);
+        const ints pair[] = {bytes(packed), bytes(packed + LANES)};
 #pragma GCC unroll 4
-    for (int t = 0; t < TOKENS; t++)
-        for (int r = 0; r < ROWS; r++) y[t][r] = sum(sums[t][r]);
-}
-
-/* Outputs first to last (not included) of x [T, n] times weightᵀ. x has zeros behind each row up to a multiple of
- * LANES, and rows of zeros up to a multiple of TOKENS unless T is 1. */
-SPECIAL void rows_of(float *y, const float *x, long T, const void *weight, enum kind kind, const float *steps,
-                           long first, long last, long outputs, long n) {
-    const long width = padded(n), row_size = n * size_of[kind];
-    const char *w = (const char *)weight + first * row_size;
-    if (T == 1) {
-        for (long row = first; row < last; row++, w += row_size) y[row] = dot(w, kind, x, n) * (steps ? steps[row] : 1);
-        return;
-    }
-    float products[TOKENS][ROWS], made[TOKENS][PIECE];
-    for (long t = 0; t < T; t += TOKENS) { /* these stay near while the rows pass */
-        for (long row = first; row < last; row += ROWS) {
-            const int odd = last - row == 1; /* then it is taken twice */
-            tile(products, w + (row - first) * row_size, odd ? 0 : row_size, kind, x + t * width, width, n);
-            for (long i = 0; i < TOKENS; i++)
-                for (long r = 0; r < ROWS - odd; r++)
-                    made[i][row - first + r] = products[i][r] * (steps ? steps[row + r] : 1);
+        for (int j = 0; j < 4; j++) {
+            const ints number = j < 2 ? pair[j] & 15 : pair[j - 2] >> 4;
+            const vec value = floats(number - 8) * (vec)(both[j] << 16) + (vec)(both[j] & (int32_t)0xffff0000);
+            memcpy(to + j * LANES, &value, sizeof value);
         }
-        for (long i = 0; i < TOKENS && t + i < T; i++) /* one line of the processor's cache for each token */
-            memcpy(y + (t + i) * outputs + first, made[i], (last - first) * sizeof *y);
     }
 }
 
-/* The same for a block of 4 · LANES outputs in 4 bits, as torch's kernel for CPUs has them: input after input, and in
- * a byte one output of the block's first half below and one of the second above; steps [n / 32, outputs] hold a step
- * below and a middle above, each a bfloat16. */
+static void unpack(float *to, const struct matrix *m, long first, long rows, long from, long n) {
+    switch (m->kind) {
+    case F32: widen_rows(to, m, F32, first, first + rows, from, n); break;
+    case F16: widen_rows(to, m, F16, first, first + rows, from, n); break;
+    case BF16: widen_rows(to, m, BF16, first, first + rows, from, n); break;
+    case I8: widen_rows(to, m, I8, first, first + rows, from, n); break;
+    case I4: widen_block(to, m, first, from, n); break;
+    }
+}
+
+/* The products of one token with outputs first to last. */
+SPECIAL void single(float *y, const float *x, const struct matrix *m, enum kind kind, long first, long last) {
+    const char *w = (const char *)m->weight + first * m->n * size_of[kind];
+    for (long row = first; row < last; row++, w += m->n * size_of[kind]) *y++ = dot(w, kind, x, m->n);
+}
+
 #define AHEAD 8
-static void block_of(float *y, const float *x, long T, const uint8_t *packed, const uint32_t *steps, long block,
-                     long outputs, long n) {
-    const long first = block * 4 * LANES, groups = n / 32;
-    packed += block * 2 * LANES * n;
-    for (long t = 0; t < T; t++, x += padded(n)) {
-        vec total[4] = {0};
-        for (long group = 0; group < groups; group++) {
-            vec part[4] = {0};
-            float all = 0;
-            const long next = group + AHEAD < groups ? group + AHEAD : group + AHEAD - groups; /* far from here */
-            const uint32_t *soon = steps + next * outputs + first + (next < group ? 4 * LANES : 0);
-            for (int j = 0; j < 4; j++) __builtin_prefetch(soon + j * LANES);
-            for (long i = group * 32; i < group * 32 + 32; i++) {
-                const ints pair[] = {bytes(packed + 2 * i * LANES), bytes(packed + (2 * i + 1) * LANES)};
-                part[0] += x[i] * floats(pair[0] & 15);
-                part[1] += x[i] * floats(pair[1] & 15);
-                part[2] += x[i] * floats(pair[0] >> 4);
-                part[3] += x[i] * floats(pair[1] >> 4);
-                all += x[i];
-            }
-            for (int j = 0; j < 4; j++) {
-                ints both;
-                memcpy(&both, steps + group * outputs + first + j * LANES, sizeof both);
-                total[j] += (part[j] - 8 * all) * (vec)(both << 16) + all * (vec)(both & (int32_t)0xffff0000);
+SPECIAL void single_block(float *y, const float *x, const struct matrix *m, long first) {
+    const uint8_t *packed = (const uint8_t *)m->weight + first * m->n / 2;
+    const uint32_t *steps = m->steps;
+    const long groups = m->n / 32;
+    vec total[4] = {0};
+    for (long group = 0; group < groups; group++) {
+        vec part[4] = {0};
+        float all = 0;
+        const long next = group + AHEAD < groups ? group + AHEAD : group + AHEAD - groups; /* far from here */
+        const uint32_t *soon = steps + next * m->outputs + first + (next < group ? 4 * LANES : 0);
+        for (int j = 0; j < 4; j++) __builtin_prefetch(soon + j * LANES);
+        for (long i = group * 32; i < group * 32 + 32; i++) {
+            const ints pair[] = {bytes(packed + 2 * i * LANES), bytes(packed + (2 * i + 1) * LANES)};
+            part[0] += x[i] * floats(pair[0] & 15);
+            part[1] += x[i] * floats(pair[1] & 15);
+            part[2] += x[i] * floats(pair[0] >> 4);
+            part[3] += x[i] * floats(pair[1] >> 4);
+            all += x[i];
+        }
+        for (int j = 0; j < 4; j++) {
+            ints both;
+            memcpy(&both, steps + group * m->outputs + first + j * LANES, sizeof both);
+            total[j] += (part[j] - 8 * all) * (vec)(both << 16) + all * (vec)(both & (int32_t)0xffff0000);
+        }
+    }
+    memcpy(y, total, sizeof total);
+}
+
+/* x [T, n], normed where norm is given, in tiles of `width` tokens, [tiles, n, width]; beyond T they are 0. To be called
+ * by all threads. */
+static void lay(float *in, const float *x, long T, const float *norm, float eps, long n, long width, float *scales) {
+#pragma omp for schedule(static)
+    for (long t = 0; t < T; t++) scales[t] = norm ? rms_scale(x + t * n, eps, n) : 1;
+#pragma omp for schedule(static) collapse(2)
+    for (long first = 0; first < T; first += width)
+        for (long from = 0; from < n; from += 64)
+            for (long t = 0; t < width; t++)
+                for (long i = from; i < n && i < from + 64; i++) {
+                    const float value = first + t < T ? x[(first + t) * n + i] * scales[first + t] : 0;
+                    in[(first * n) + i * width + t] = norm ? value * norm[i] : value;
+                }
+}
+
+/* y [T, kept] (=, += or SwiGLU of) sums [rows, width] from output `first` on, SwiGLU's other factor `apart` rows on. */
+static void finish(float *y, float *sums, long T, long width, const struct matrix *m, enum ending ending, long first,
+                   long rows, long apart) {
+    const long kept = ending == SWIGLU ? m->outputs / 2 : m->outputs;
+    const float *steps = m->kind == I8 ? m->steps : NULL;
+    for (long r = 0; r < rows; r++) {
+        const long output = first + r;
+        float *row = sums + r * width;
+        const float step = steps ? steps[output] : 1, bias = m->bias ? m->bias[output] : 0;
+        for (long t = 0; t < width; t++) row[t] = row[t] * step + bias;
+        if (ending == SWIGLU) {
+            const float *up = row + apart * width;
+            const float its_step = steps ? steps[kept + output] : 1, its_bias = m->bias ? m->bias[kept + output] : 0;
+            for (long t = 0; t < width; t++) row[t] = row[t] / (1 + exponential(-row[t])) * (up[t] * its_step + its_bias);
+        }
+    }
+    for (long t = 0; t < T; t++)
+        for (long r = 0; r < rows; r++) {
+            float *to = y + t * kept + first + r;
+            *to = ending == ADD ? *to + sums[r * width + t] : sums[r * width + t];
+        }
+}
+
+static void one(float *y, const float *x, const float *norm, float eps, const struct matrix *m, enum ending ending,
+                int threads) {
+    float in[padded(m->n)];
+    if (norm) rms_norm(in, x, norm, eps, m->n);
+    else memcpy(in, x, m->n * sizeof *x);
+    memset(in + m->n, 0, (padded(m->n) - m->n) * sizeof *x);
+    const long halves = ending == SWIGLU ? 2 : 1, kept = m->outputs / halves, piece = m->kind == I4 ? 4 * LANES : 16;
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (long first = 0; first < kept; first += piece) {
+        float sums[8 * LANES];
+        const long rows = kept - first < piece ? kept - first : piece;
+        for (long h = 0; h < halves; h++) {
+            const long row = first + h * kept;
+            switch (m->kind) { /* so that each has a loop of its own */
+            case F32: single(sums + h * rows, in, m, F32, row, row + rows); break;
+            case F16: single(sums + h * rows, in, m, F16, row, row + rows); break;
+            case BF16: single(sums + h * rows, in, m, BF16, row, row + rows); break;
+            case I8: single(sums + h * rows, in, m, I8, row, row + rows); break;
+            case I4: single_block(sums + h * rows, in, m, row); break;
             }
         }
-        memcpy(y + t * outputs + first, total, sizeof total);
+        finish(y, sums, 1, 1, m, ending, first, rows, rows);
     }
+}
+
+static _Thread_local float wide[ROOM * STRIDE], summed[TILES * ROOM * 2 * LANES];
+
+static void many(float *y, const float *x, long T, const float *norm, float eps, const struct matrix *m,
+                 enum ending ending, int threads) {
+    const int V = T <= LANES ? 1 : 2, block = m->kind == I4, size = block ? 0 : size_of[m->kind];
+    const long width = V * LANES, n = m->n, tiles = (T + width - 1) / width, apart = ROOM / 2;
+    const long halves = ending == SWIGLU ? 2 : 1, kept = m->outputs / halves;
+    const long piece = block ? 4 * LANES : 6 * LANES / halves;
+    const long depth = (n + DEEP - 1) / DEEP, deep = ((n + depth - 1) / depth + 31) / 32 * 32;
+    const long near = NEAR / (n * width * sizeof *x), each = near < 1 ? 1 : near > TILES ? TILES : near;
+    float *in = aligned_alloc(64, (tiles * width * n + T + 15) / 16 * 64), *scales = in + tiles * width * n;
+#pragma omp parallel num_threads(threads)
+    {
+        lay(in, x, T, norm, eps, n, width, scales);
+        float *w = wide, *s = summed;
+#pragma omp for schedule(static) collapse(2)
+        for (long begin = 0; begin < tiles; begin += each)
+            for (long first = 0; first < kept; first += piece) {
+                const long end = begin + each < tiles ? begin + each : tiles;
+                const long rows = kept - first < piece ? kept - first : piece;
+                for (long from = 0; from < n; from += deep) {
+                    const long count = n - from < deep ? n - from : deep;
+                    const long next = from + deep < n ? from + deep : piece * n; /* what is multiplied after this */
+                    for (long h = 0; h < halves; h++)
+                        unpack(w + h * apart * (block ? 1 : STRIDE), m, first + h * kept, rows, from, count);
+                    for (long t = begin; t < end; t++)
+                        for (long h = 0; h < halves; h++)
+                            for (long r = 0; r < rows; r += SUMS / V) {
+                                const char *at = (const char *)m->weight + ((first + h * kept + r) * n + next) * size;
+                                tile_of(s + ((t - begin) * ROOM + h * apart + r) * width, V, block,
+                                        w + (h * apart + r) * (block ? 1 : STRIDE), in + (t * n + from) * width, count,
+                                        from > 0, t == begin && !block ? at : NULL, n * size, size);
+                            }
+                }
+                for (long t = begin; t < end; t++) {
+                    const long tokens = T - t * width < width ? T - t * width : width;
+                    finish(y + t * width * kept, s + (t - begin) * ROOM * width, tokens, width, m, ending, first, rows,
+                           apart);
+                }
+            }
+    }
+    free(in);
 }
 
 /* y (=, += or SwiGLU of) weight · x + bias for each of T tokens; x is normed first where norm is given. */
 void product(float *y, const float *x, long T, const float *norm, float eps, const void *weight, enum kind kind,
              const void *steps, const float *bias, long outputs, long n, enum ending ending, int threads) {
-    const long width = padded(n), lines = T == 1 ? 1 : (T + TOKENS - 1) / TOKENS * TOKENS;
-    float *made = malloc(sizeof(float) * (T * outputs + lines * width)), *in = made + T * outputs;
-    for (long t = 0; t < T; t++) {
-        float *row = in + t * width;
-        if (norm) rms_norm(row, x + t * n, norm, eps, n);
-        else memcpy(row, x + t * n, n * sizeof *x);
-        memset(row + n, 0, (width - n) * sizeof *x);
-    }
-    memset(in + T * width, 0, (lines - T) * width * sizeof *x);
-    const long piece = kind == I4 ? 4 * LANES : PIECE, pieces = (outputs + piece - 1) / piece;
-#pragma omp parallel num_threads(threads)
-    {
-#pragma omp for schedule(static)
-        for (long i = 0; i < pieces; i++) {
-            const long first = i * piece, last = first + piece < outputs ? first + piece : outputs;
-            switch (kind) { /* so that each has a loop of its own */
-            case F32: rows_of(made, in, T, weight, F32, NULL, first, last, outputs, n); break;
-            case F16: rows_of(made, in, T, weight, F16, NULL, first, last, outputs, n); break;
-            case BF16: rows_of(made, in, T, weight, BF16, NULL, first, last, outputs, n); break;
-            case I8: rows_of(made, in, T, weight, I8, steps, first, last, outputs, n); break;
-            case I4: block_of(made, in, T, weight, steps, i, outputs, n); break;
-            }
-        }
-        const long kept = ending == SWIGLU ? outputs / 2 : outputs;
-#pragma omp for schedule(static) collapse(2)
-        for (long t = 0; t < T; t++)
-            for (long i = 0; i < kept; i++) {
-                const float *row = made + t * outputs;
-                float value = row[i] + (bias ? bias[i] : 0), *to = y + t * kept + i;
-                if (ending == SWIGLU) {
-                    const float up = row[kept + i] + (bias ? bias[kept + i] : 0);
-                    *to = value / (1 + exponential(-value)) * up;
-                } else {
-                    *to = ending == ADD ? *to + value : value;
-                }
-            }
-    }
-    free(made);
+    const struct matrix m = {weight, kind, steps, bias, outputs, n};
+    if (T == 1) one(y, x, norm, eps, &m, ending, threads);
+    else many(y, x, T, norm, eps, &m, ending, threads);
 }
 
 /* ---- positions ---- */
@@ -292,10 +416,11 @@ void product(float *y, const float *x, long T, const float *norm, float eps, con
 /* Norm, where weights are given, and turn, where cosines are, the heads of q and k in x [T, width]; cos and sin
  * [T, D], the first half of sin negated. */
 void turn(float *x, long T, long width, long heads, long kv_heads, long D, const float *q_norm, const float *k_norm,
-          float eps, const float *cos, const float *sin) {
-    float old[D];
+          float eps, const float *cos, const float *sin, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (T > 1)
     for (long t = 0; t < T; t++)
         for (long h = 0; h < heads + kv_heads; h++) {
+            float old[D];
             float *head = x + t * width + h * D;
             if (q_norm) rms_norm(head, head, h < heads ? q_norm : k_norm, eps, D);
             if (!cos) continue;
@@ -305,95 +430,149 @@ void turn(float *x, long T, long width, long heads, long kv_heads, long D, const
         }
 }
 
-/* ---- attention ---- */
+/* ---- attention, of heads whose size D is a multiple of LANES ---- */
 
 #define AT_ONCE 64 /* tokens whose scores are kept */
+#define QUERIES 3  /* that share what is read; with four tokens, or vectors of a value, each, they fill the registers */
 
-/* One K/V head and its group of queries over tokens first to last: for each query the unnormalized sum of values in
- * y [group, D + 2], then the largest score and the sum of exponentials (online softmax, arXiv 1805.02867). */
-SPECIAL void look(float *y, const float *q, const char *k, const char *v, enum kind kind, long group, long first,
-                        long last, long D, long k_stride, long v_stride) {
-    const int size = size_of[kind];
-    float scores[AT_ONCE], wide[AT_ONCE][padded(D)];
+/* The scores [G, AT_ONCE] of G queries and n keys. */
+SPECIAL void score(float *scores, const float *q, const char *k, enum kind kind, const int G, long n, long D,
+                   long stride) {
+    for (long s = 0; s < n; s += 4) {
+        vec sums[QUERIES][4] = {0};
+        for (long i = 0; i < D; i += LANES)
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; j++) {
+                const vec key = load(k + ((s + j < n ? s + j : n - 1) * stride + i) * size_of[kind], kind);
+#pragma GCC unroll 3
+                for (int g = 0; g < G; g++) sums[g][j] += load(q + g * D + i, F32) * key;
+            }
+        for (int g = 0; g < G; g++) {
+            const quad four = sums_of(sums[g]);
+            memcpy(scores + g * AT_ONCE + s, &four, sizeof four);
+        }
+    }
+}
+
+/* y [G, D + 2] += the first W vectors from dimension i on of n values, weighed by weights [G, AT_ONCE]. */
+SPECIAL void weigh(float *y, const float *weights, const char *v, enum kind kind, const int G, const int W, long n,
+                   long i, long D, long stride) {
+    vec sums[QUERIES][W];
+    for (int g = 0; g < G; g++) memcpy(sums[g], y + g * (D + 2) + i, sizeof sums[g]);
+    for (long s = 0; s < n; s++, v += stride * size_of[kind])
+#pragma GCC unroll 4
+        for (int j = 0; j < W; j++) {
+            const vec value = load(v + (i + j * LANES) * size_of[kind], kind);
+#pragma GCC unroll 3
+            for (int g = 0; g < G; g++) sums[g][j] += weights[g * AT_ONCE + s] * value;
+        }
+    for (int g = 0; g < G; g++) memcpy(y + g * (D + 2) + i, sums[g], sizeof sums[g]);
+}
+
+/* Scores become weights, and what is in y [G, D + 2] beside them is shrunk to fit: the unnormalized sum of values, then
+ * the largest score and the sum of exponentials (online softmax, arXiv 1805.02867). */
+static void soften(float *y, float *scores, long G, long n, long D) {
+    for (long g = 0; g < G; g++, y += D + 2, scores += AT_ONCE) {
+        float most = y[D], more = 0;
+        for (long s = 0; s < n; s++) most = scores[s] > most ? scores[s] : most;
+        const float shrink = exponential(y[D] - most);
+#pragma omp simd reduction(+ : more)
+        for (long s = 0; s < n; s++) more += scores[s] = exponential(scores[s] - most);
+        for (long i = 0; i < D; i++) y[i] *= shrink;
+        y[D] = most, y[D + 1] = y[D + 1] * shrink + more;
+    }
+}
+
+/* G queries of one K/V head over n tokens more. */
+SPECIAL void look(float *y, const float *q, const char *k, const char *v, enum kind kind, const int G, long n, long D,
+                  long k_stride, long v_stride) {
+    float scores[QUERIES * AT_ONCE];
+    score(scores, q, k, kind, G, n, D, k_stride);
+    soften(y, scores, G, n, D);
+    long i = 0;
+    for (; i + 4 * LANES <= D; i += 4 * LANES) weigh(y, scores, v, kind, G, 4, n, i, D, v_stride);
+    for (; i < D; i += LANES) weigh(y, scores, v, kind, G, 1, n, i, D, v_stride);
+}
+
+/* The same of a whole group, over tokens first to last. */
+SPECIAL void look_at(float *y, const float *q, const char *k, const char *v, enum kind kind, long group, long first,
+                     long last, long D, long k_stride, long v_stride) {
     for (long g = 0; g < group; g++) {
         memset(y + g * (D + 2), 0, D * sizeof *y);
         y[g * (D + 2) + D] = -3e38f, y[g * (D + 2) + D + 1] = 0;
     }
     for (long at = first; at < last; at += AT_ONCE) {
         const long n = last - at < AT_ONCE ? last - at : AT_ONCE;
-        for (long g = 0; g < group; g++) {
-            float *sums = y + g * (D + 2), *top = sums + D, *mass = top + 1, most = *top;
-            if (g == 0)
-                for (long s = 0; s < n; s++) widen(wide[s], k + (at + s) * k_stride * size, kind, D);
-            for (long s = 0; s < n; s++) {
-                scores[s] = dot(wide[s], F32, q + g * padded(D), padded(D));
-                most = scores[s] > most ? scores[s] : most;
-            }
-            const float shrink = exponential(*top - most);
-            float more = 0;
-#pragma omp simd reduction(+ : more)
-            for (long s = 0; s < n; s++) more += scores[s] = exponential(scores[s] - most);
-            for (long i = 0; i < D; i++) sums[i] *= shrink;
-            *mass = *mass * shrink + more, *top = most;
-            for (long s = 0; s < n; s++) {
-                const char *row = v + (at + s) * v_stride * size;
-                long i = 0;
-                for (; i + LANES <= D; i += LANES) {
-                    vec old = load(sums + i, F32) + scores[s] * load(row + i * size, kind);
-                    memcpy(sums + i, &old, sizeof old);
-                }
-                if (i < D) {
-                    vec rest = scores[s] * load_rest(row + i * size, kind, D - i);
-                    for (long j = i; j < D; j++) sums[j] += rest[j - i];
-                }
-            }
-        }
+        const char *keys = k + at * k_stride * size_of[kind], *values = v + at * v_stride * size_of[kind];
+        long g = 0;
+        for (; g + QUERIES <= group; g += QUERIES)
+            look(y + g * (D + 2), q + g * D, keys, values, kind, QUERIES, n, D, k_stride, v_stride);
+        for (; g < group; g++) look(y + g * (D + 2), q + g * D, keys, values, kind, 1, n, D, k_stride, v_stride);
     }
 }
 
-/* softmax(q kᵀ / √D) v for one query of kv_heads · group heads, over S tokens -> y [heads, D], and the logarithm of
- * the sum of exponentials in mass [heads]. Where new_k and new_v [kv_heads, D] are given, they are stored as the last
- * of the tokens first. Strides of k and v, from head to head and from token to token, in elements. The length is
- * split, so that few heads keep all threads busy (flash-decoding). */
-void attend(float *y, float *mass, const float *q, const float *new_k, const float *new_v, void *k, void *v,
-            enum kind kind, long kv_heads, long group, long S, long D, const long *strides, int threads) {
-    for (long h = 0; new_k && h < kv_heads; h++) {
-        narrow((char *)k + (h * strides[0] + (S - 1) * strides[1]) * size_of[kind], new_k + h * D, kind, D);
-        narrow((char *)v + (h * strides[2] + (S - 1) * strides[3]) * size_of[kind], new_v + h * D, kind, D);
+/* softmax(q kᵀ / √D) v for each of some queries of kv_heads · group heads -> y [queries, heads, D], and the logarithm of
+ * the sum of exponentials in mass [queries, heads]. Query i looks at the tokens in stretches[ends[i - 1]] to
+ * stretches[ends[i] - 1], each being a first slot and one behind the last. Where new_k and new_v are given, they are
+ * stored first, each query's in the last slot that it looks at. Rows, of q, new_k and new_v, and strides, of k and v from
+ * head to head and from slot to slot, in elements. Long stretches are split, so that few heads keep all threads busy
+ * (flash-decoding). */
+void attend(float *y, float *mass, const float *q, const float *new_k, const float *new_v, const long *rows, void *k,
+            void *v, enum kind kind, const long *strides, long queries, const long *ends, const long (*stretches)[2],
+            long kv_heads, long group, long D, int threads) {
+    const long heads = kv_heads * group, width = D + 2, size = size_of[kind], last_end = ends[queries - 1];
+    long total = 0, pieces = 0;
+    for (long i = 0; i < last_end; i++) total += stretches[i][1] - stretches[i][0];
+    const long splits = (8 * threads + kv_heads - 1) / kv_heads, least = 2 * AT_ONCE;
+    const long each = total < splits * least ? least : (total + splits - 1) / splits;
+    for (long i = 0; i < last_end; i++) pieces += (stretches[i][1] - stretches[i][0] + each - 1) / each;
+
+    struct piece { long query, first, last; } *piece = malloc(pieces * sizeof *piece), *next = piece;
+    float *parts = malloc(sizeof(float) * heads * (pieces * width + queries * D));
+    float *scaled = parts + heads * pieces * width;
+    for (long i = 0, at = 0; i < queries; i++) {
+        for (long h = 0; new_k && h < kv_heads; h++) {
+            const long slot = stretches[ends[i] - 1][1] - 1;
+            narrow((char *)k + (h * strides[0] + slot * strides[1]) * size, new_k + i * rows[1] + h * D, kind, D);
+            narrow((char *)v + (h * strides[2] + slot * strides[3]) * size, new_v + i * rows[2] + h * D, kind, D);
+        }
+        for (long h = 0; h < heads; h++)
+            for (long j = 0; j < D; j++) scaled[(i * heads + h) * D + j] = q[i * rows[0] + h * D + j] / root(D);
+        for (; at < ends[i]; at++)
+            for (long first = stretches[at][0], last = stretches[at][1]; first < last; first += each)
+                *next++ = (struct piece){i, first, first + each < last ? first + each : last};
     }
-    const long most = (8 * threads + kv_heads - 1) / kv_heads, whole = (S + 2 * AT_ONCE - 1) / (2 * AT_ONCE);
-    const long splits = whole < most ? whole : most, each = (S + splits - 1) / splits;
-    const long heads = kv_heads * group, width = D + 2;
-    float *parts = malloc(sizeof(float) * heads * (splits * width + padded(D))), *scaled = parts + heads * splits * width;
-    for (long h = 0; h < heads; h++)
-        for (long i = 0; i < padded(D); i++) scaled[h * padded(D) + i] = i < D ? q[h * D + i] / root(D) : 0;
 #pragma omp parallel for schedule(dynamic) num_threads(threads)
-    for (long task = 0; task < kv_heads * splits; task++) {
-        const long h = task / splits, first = task % splits * each, last = first + each < S ? first + each : S;
-        const char *keys = (const char *)k + h * strides[0] * size_of[kind];
-        const char *values = (const char *)v + h * strides[2] * size_of[kind];
-        const float *queries = scaled + h * group * padded(D);
+    for (long task = 0; task < pieces * kv_heads; task++) {
+        const struct piece p = piece[task / kv_heads];
+        const long h = task % kv_heads;
+        const char *keys = (const char *)k + h * strides[0] * size, *values = (const char *)v + h * strides[2] * size;
+        const float *queried = scaled + (p.query * heads + h * group) * D;
         float *to = parts + task * group * width;
         switch (kind) {
-        case F32: look(to, queries, keys, values, F32, group, first, last, D, strides[1], strides[3]); break;
-        case F16: look(to, queries, keys, values, F16, group, first, last, D, strides[1], strides[3]); break;
-        default: look(to, queries, keys, values, BF16, group, first, last, D, strides[1], strides[3]); break;
+        case F32: look_at(to, queried, keys, values, F32, group, p.first, p.last, D, strides[1], strides[3]); break;
+        case F16: look_at(to, queried, keys, values, F16, group, p.first, p.last, D, strides[1], strides[3]); break;
+        default: look_at(to, queried, keys, values, BF16, group, p.first, p.last, D, strides[1], strides[3]); break;
         }
     }
-    for (long h = 0; h < heads; h++) {
-        const float *part = parts + (h / group * splits * group + h % group) * width;
-        float top = -3e38f, total = 0;
-        for (long s = 0; s < splits; s++) top = part[s * group * width + D] > top ? part[s * group * width + D] : top;
-        memset(y + h * D, 0, D * sizeof *y);
-        for (long s = 0; s < splits; s++, part += group * width) {
-            const float weight = exponential(part[D] - top);
-            total += weight * part[D + 1];
-            for (long i = 0; i < D; i++) y[h * D + i] += weight * part[i];
+    for (long i = 0, from = 0, to = 0; i < queries; i++, from = to) {
+        while (to < pieces && piece[to].query == i) to++;
+        for (long h = 0; h < heads; h++, y += D) {
+            const float *first = parts + (from * heads + h) * width, *end = parts + (to * heads + h) * width;
+            float top = -3e38f, sum_of_all = 0;
+            for (const float *part = first; part < end; part += heads * width) top = part[D] > top ? part[D] : top;
+            memset(y, 0, D * sizeof *y);
+            for (const float *part = first; part < end; part += heads * width) {
+                const float weight = exponential(part[D] - top);
+                sum_of_all += weight * part[D + 1];
+                for (long j = 0; j < D; j++) y[j] += weight * part[j];
+            }
+            for (long j = 0; j < D; j++) y[j] /= sum_of_all;
+            if (mass) *mass++ = top + __builtin_logf(sum_of_all);
         }
-        for (long i = 0; i < D; i++) y[h * D + i] /= total;
-        if (mass) mass[h] = top + __builtin_logf(total);
     }
     free(parts);
+    free(piece);
 }
 
 int lanes(void) { return LANES; }

@@ -8,22 +8,25 @@ Linux, torch's calls do it, as they do all that is longer than a few tokens.
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import re
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterable
 from ctypes import c_float, c_int, c_long, c_void_p
 from functools import cache
 from hashlib import sha256
+from itertools import accumulate
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from linear import WHOLE, Int4Linear, Int8Linear, Linear, rows_in_a_block
+from linear import WHOLE, Int4Linear, Int8Linear, Linear, cpu_multiplies, rows_in_a_block
 
-FEW = 16  # tokens; of more, torch's kernels make one product of matrices
+FEW = 16  # tokens; with more, torch's kernels are faster where it has some for the dtype
 SET, ADD, SWIGLU = range(3)  # what becomes of a product
 KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 INT8, INT4 = 3, 4
@@ -44,8 +47,8 @@ def library() -> ctypes.CDLL | None:
         *(c_void_p, c_void_p, c_long, c_void_p, c_float, c_void_p, c_int, c_void_p, c_void_p),
         *(c_long, c_long, c_int, c_int),
     ]
-    kernels.turn.argtypes = [c_void_p, *[c_long] * 5, c_void_p, c_void_p, c_float, c_void_p, c_void_p]
-    kernels.attend.argtypes = [*[c_void_p] * 7, c_int, *[c_long] * 4, c_void_p, c_int]
+    kernels.turn.argtypes = [c_void_p, *[c_long] * 5, c_void_p, c_void_p, c_float, c_void_p, c_void_p, c_int]
+    kernels.attend.argtypes = [*[c_void_p] * 8, c_int, c_void_p, c_long, c_void_p, c_void_p, *[c_long] * 3, c_int]
     return kernels
 
 
@@ -85,8 +88,8 @@ def openmp() -> Path:
 
 
 def computes(device: torch.device, head_dim: int) -> bool:
-    """Whether the kernels serve tensors there; what they keep of a head lies on the stack."""
-    return device.type == "cpu" and head_dim <= 1024 and library() is not None
+    """Whether the kernels serve heads of this size there."""
+    return device.type == "cpu" and library() is not None and head_dim % library().lanes() == 0
 
 
 # ---- the kernels
@@ -95,35 +98,47 @@ def computes(device: torch.device, head_dim: int) -> bool:
 def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """softmax(q kᵀ / √D) v for one query: q [1, Hq, D], k and v [Hkv, S, D], dense along D -> [1, Hq, D] float32, and
     the logarithm of the sum of exponentials [Hq] float32."""
-    q, y, mass = q.float().contiguous(), torch.empty(q.shape), torch.empty(q.shape[1])
-    strides = (c_long * 4)(*k.stride()[:2], *v.stride()[:2])
-    places = k.data_ptr(), v.data_ptr(), KINDS[k.dtype]
-    _attend((y.data_ptr(), mass.data_ptr(), q.data_ptr(), None, None), places, q.shape, k.shape[0], k.shape[1], strides)
-    return y, mass
+    mass = torch.empty(q.shape[1])
+    return Held(k, v).attend(q, Stretches([[(0, k.shape[1])]]), mass=mass), mass
+
+
+class Stretches:
+    """For each of some queries the tokens that it sees: pairs of a first slot and one behind the last, in order."""
+
+    def __init__(self, of: list[list[tuple[int, int]]]):
+        self.queries, flat = len(of), [slot for pairs in of for pair in pairs for slot in pair]
+        self.ends = (c_long * len(of))(*accumulate(map(len, of)))
+        self.slots = (c_long * len(flat))(*flat)
 
 
 class Held:
-    """K and V [Hkv, capacity, D] of a layer, dense, to which a step adds one token and attends."""
+    """K and V [Hkv, slots, D] of a layer, dense along D, over which steps attend."""
 
     def __init__(self, keys: Tensor, values: Tensor):
         self._kept = keys, values
-        self._kind, self._kv_heads, self._token = KINDS[keys.dtype], len(keys), keys.stride(1) * keys.element_size()
-        self._strides = (c_long * 4)(*keys.stride()[:2], *values.stride()[:2])
-        self._keys, self._values = keys.data_ptr(), values.data_ptr()
+        strides = (c_long * 4)(*keys.stride()[:2], *values.stride()[:2])
+        self._places = keys.data_ptr(), values.data_ptr(), KINDS[keys.dtype], strides
+        self._kv_heads, self._attend = len(keys), library().attend
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, first: int, last: int) -> Tensor:
-        """Store k and v [1, Hkv, D] in slot ``last``, and attend with q [1, Hq, D] from slot ``first`` to there."""
-        q, k, v, y = q.float().contiguous(), k.float().contiguous(), v.float().contiguous(), torch.empty(q.shape)
-        places = self._keys + first * self._token, self._values + first * self._token, self._kind
-        new = y.data_ptr(), None, q.data_ptr(), k.data_ptr(), v.data_ptr()
-        _attend(new, places, q.shape, self._kv_heads, last + 1 - first, self._strides)
+    def attend(self, q: Tensor, seen: Stretches, new: tuple[Tensor, Tensor] = (), mass: Tensor | None = None) -> Tensor:
+        """q [N, Hq, D], of N queries -> [N, Hq, D] float32; mass [N, Hq] is filled with the logarithms of the sums of
+        exponentials. ``new`` k and v [N, Hkv, D] are stored first, each in the last slot that its query sees."""
+        count, heads, dim = q.shape
+        rows = [x if x.dtype is torch.float32 and x.stride(1) == dim else x.float().contiguous() for x in (q, *new)]
+        k, v = (x.data_ptr() for x in rows[1:]) if new else (None, None)
+        y, strides = torch.empty(count, heads, dim), (c_long * 3)(*(x.stride(0) for x in rows))
+        out = y.data_ptr(), None if mass is None else mass.data_ptr()
+        where = seen.queries, seen.ends, seen.slots
+        sizes = self._kv_heads, heads // self._kv_heads, dim, torch.get_num_threads()
+        self._attend(*out, rows[0].data_ptr(), k, v, strides, *self._places, *where, *sizes)
         return y
 
 
-def _attend(new: tuple, places: tuple, shape: torch.Size, kv_heads: int, tokens: int, strides: ctypes.Array) -> None:
-    _, heads, dim = shape
-    threads = torch.get_num_threads()
-    library().attend(*new, *places, kv_heads, heads // kv_heads, tokens, dim, strides, threads)
+def held(layers: Iterable[tuple[Tensor, Tensor]]) -> list[Held] | None:
+    """For K and V of each layer, if the kernels serve them."""
+    layers = [tuple(layer) for layer in layers]
+    serve = all(computes(keys.device, keys.shape[-1]) for keys, _ in layers)
+    return [Held(*layer) for layer in layers] if serve else None
 
 
 class Product:
@@ -190,6 +205,7 @@ class Halves:
                 *(qkv.data_ptr(), *qkv.shape, self.heads, self.kv_heads, self.dim),
                 *((q_norm.weight.data_ptr(), k_norm.weight.data_ptr(), q_norm.eps) if q_norm else (None, None, 0)),
                 *((cos.data_ptr(), sin.data_ptr()) if self.turned else (None, None)),
+                torch.get_num_threads(),
             )
         return qkv.view(x.shape[0], -1, self.dim).split_with_sizes((self.heads, self.kv_heads, self.kv_heads), 1)
 
@@ -205,20 +221,26 @@ def quicken(model) -> None:
     matrices = [module for module in model.modules() if isinstance(module, Linear)]
     if not computes(model.device, model.config.head_dim) or not all(map(takes, matrices)):
         return
+    most = FEW if cpu_multiplies(model.dtype) else math.inf
     for layer in model.layers:
         halves = Halves(layer)
-        layer.before, layer.after = for_few(halves.before, layer.before), for_few(halves.after, layer.after)
-    head = Product(model.lm_head, model.norm)
-    model.head = for_few(head, model.head)
+        layer.before = for_few(halves.before, layer.before, most)
+        layer.after = for_few(halves.after, layer.after, most)
+    model.head = for_few(Product(model.lm_head, model.norm), model.head, most)
 
 
 def takes(linear: Linear) -> bool:
     """Whether the kernels can read a matrix: one in 4 bits only in the order that torch gives it on most machines."""
     if not isinstance(linear, Int4Linear):
         return True
-    return linear.dtype is torch.bfloat16 and rows_in_a_block() == 4 * library().lanes()
+    return linear.dtype is torch.bfloat16 and rows_in_a_block() == block()
 
 
-def for_few(fast, usual, most: int = FEW):
-    """``fast`` for at most so many tokens, which the first argument has, and ``usual`` for more."""
+def block() -> int:
+    """Outputs that the kernels take together of a matrix in 4 bits."""
+    return 4 * library().lanes()
+
+
+def for_few(fast, usual, most: float):
+    """``fast`` for at most ``most`` tokens, which the first argument has, and ``usual`` for more."""
     return lambda x, *others: (fast if x.shape[0] <= most else usual)(x, *others)

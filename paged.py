@@ -11,6 +11,7 @@ from itertools import groupby, takewhile
 import torch
 from torch import Tensor
 
+import native
 from seam import CacheFull, KVCache
 
 
@@ -28,6 +29,7 @@ class Pool:
         self.keys_values = torch.empty(shape, dtype=dtype, device=device)
         self.names: list[bytes | None] = [None] * pages
         self.named: dict[bytes, int] = {}
+        self.kernels = native.held(self.keys_values)
 
     def sequence(self, capacity: int) -> PagedCache:
         """An empty one over these pages, for at most ``capacity`` tokens."""
@@ -99,6 +101,7 @@ class PagedCache(KVCache):
         self.slots: list[int] = []  # of the pass, in the pool
         self._slots: Tensor | None = None  # the same on the device, once they are needed
         self._names: list[bytes] = []  # of the full pages, as far as they are known
+        self._kernels = self.pool.kernels
 
     @property
     def bytes_reserved(self) -> int:
@@ -141,9 +144,9 @@ class PagedCache(KVCache):
         self.pool.write(layer, self._slots, k, v)
 
     def _read(self, layer: int, first: int, last: int) -> Iterable[tuple[Tensor, Tensor]]:
-        return [self.pool.keys_values[layer, :, :, a:b] for a, b in self._runs(first, last)]
+        return [self.pool.keys_values[layer, :, :, a:b] for a, b in self._runs(layer, first, last)]
 
-    def _runs(self, first: int, last: int) -> list[tuple[int, int]]:
+    def _runs(self, layer: int, first: int, last: int) -> list[tuple[int, int]]:
         """The slots of the tokens first to last, pages that are neighbours joined."""
         if (key := (first, last)) not in self._worked_out:
             size, runs = self.pool.page_size, []
@@ -223,9 +226,10 @@ class PagedBatch:
 
     @staticmethod
     def of(sequences: list[PagedCache]) -> PagedBatch:
-        """Their pass, on the kernels of flash.py where they run."""
-        on_kernels = sequences[0].device.type == "cuda" and find_spec("triton") is not None
-        return (FlashBatch if on_kernels else PagedBatch)(sequences)
+        """Their pass, on the kernels of flash.py or native.c where they run."""
+        if sequences[0].device.type == "cuda" and find_spec("triton") is not None:
+            return FlashBatch(sequences)
+        return (PagedBatch if sequences[0].pool.kernels is None else NativeBatch)(sequences)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """As ``KVCache.attend``."""
@@ -239,12 +243,31 @@ class PagedBatch:
         return torch.cat(y)
 
     def _newest(self, layer: int, q: Tensor) -> list[Tensor]:
-        """Attention of the first sequences, which bring one token each, q [B, Hq, D] -> tensors that join to the same.
-
-        One call for each: on a CPU it takes a third longer to bring them together, padded to the longest.
-        """
+        """Attention of the first sequences, which bring one token each, q [B, Hq, D] -> tensors that join to the same."""
         pairs = zip(self.sequences, q.split(1), strict=False)
         return [sequence._look(layer, one, one, one) for sequence, one in pairs]
+
+
+class NativeBatch(PagedBatch):
+    """A pass in which the newest tokens of all sequences are one call of a kernel of native.c for each layer."""
+
+    def __init__(self, sequences: list[PagedCache]):
+        super().__init__(sequences)
+        self._seen: dict[int | None, native.Stretches] = {}  # by a layer's window
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if self.singles < len(q):  # prompts among them
+            return super().attend(layer, q, k, v)
+        return self.pool.kernels[layer].attend(q, self._where(layer), (k, v))
+
+    def _newest(self, layer: int, q: Tensor) -> list[Tensor]:
+        return [self.pool.kernels[layer].attend(q, self._where(layer))]
+
+    def _where(self, layer: int) -> native.Stretches:
+        if (window := self.pool.config.windows[layer]) not in self._seen:
+            newest = self.sequences[: self.singles]
+            self._seen[window] = native.Stretches([s._runs(layer, s._oldest(layer), s._span[1]) for s in newest])
+        return self._seen[window]
 
 
 class FlashBatch(PagedBatch):

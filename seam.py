@@ -143,6 +143,7 @@ class KVCache(ABC):
 
     kind: str
     forgotten = 0  # tokens that were dropped from the middle
+    _kernels: list[native.Held] | None = None  # for single tokens, by layer, where each has all K and V in one place
 
     def __init__(self, config, capacity: int, device: str | torch.device, dtype: torch.dtype):
         self.config, self.capacity, self.device, self.dtype = config, capacity, torch.device(device), dtype
@@ -218,6 +219,8 @@ class KVCache(ABC):
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store k and v [T, Hkv, D] of the pass, and attend with q [T, Hq, D] over all that is held -> [T, Hq, D]."""
+        if len(q) == 1 and self._kernels is not None:
+            return self._kernels[layer].attend(q, self._seen(layer), (k, v))
         q, k, v = q.to(self.dtype), k.to(self.dtype).transpose(0, 1), v.to(self.dtype).transpose(0, 1)
         if len(q) == 1:
             self._store(layer, k, v)
@@ -232,6 +235,17 @@ class KVCache(ABC):
         if len(q) == 1:
             return attention(q, (Piece(*kv) for kv in self._read(layer, first, end)))
         return attention(q, self._pieces(layer, first, k, v))
+
+    def _seen(self, layer: int) -> native.Stretches:
+        """Where the tokens stand that a single one sees."""
+        if (key := ("seen", self.config.windows[layer])) not in self._worked_out:
+            runs = self._runs(layer, self._oldest(layer), self._span[1])
+            self._worked_out[key] = native.Stretches([runs])
+        return self._worked_out[key]
+
+    def _runs(self, layer: int, first: int, last: int) -> list[tuple[int, int]]:
+        """The slots of the tokens first to last, in stretches, where ``_kernels`` read them."""
+        return [(first, last)]
 
     def _oldest(self, layer: int) -> int:
         """The oldest token that any query of the pass sees."""

@@ -19,11 +19,12 @@ from terminal import CHAT, environment
 
 import chat
 import lines
+import native
 from batch import Batch, Sequence
 from cache import CacheFull, make
 from generate import Sampler, Sampling, Session
-from model import load
-from paged import FlashBatch, PagedBatch, PagedCache, Pool
+from model import Layer, load
+from paged import FlashBatch, NativeBatch, PagedBatch, PagedCache, Pool
 from tokenizer import Tokenizer
 
 CONTEXT = 96
@@ -182,16 +183,16 @@ def test_a_pass_that_fails_loses_nothing(engine, monkeypatch):
     batch = engine.batch(30)
     for i in range(4):
         batch.add(i, prompt_of(40) + [i + 5], Sampling(temperature=0.8, seed=i, max_tokens=20))
-    attend, left = PagedBatch.attend, [0, 2, 7, 25]
+    forward, left = Layer.forward, [0, 2, 7, 25]
 
-    def broken(self, layer, *qkv):
-        left[0] -= layer == 1
-        if layer == 1 and left[0] < 0 and len(left) > 1:
+    def broken(self, *pass_):
+        left[0] -= self.layer == 1
+        if self.layer == 1 and left[0] < 0 and len(left) > 1:
             left.pop(0)
             raise KeyboardInterrupt
-        return attend(self, layer, *qkv)
+        return forward(self, *pass_)
 
-    monkeypatch.setattr(PagedBatch, "attend", broken)
+    monkeypatch.setattr(Layer, "forward", broken)
     ended = {}
     while batch.busy:
         try:
@@ -205,13 +206,13 @@ def test_a_pass_that_fails_loses_nothing(engine, monkeypatch):
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from(["extend", "attend", "draw", "take"]), st.integers(0, 60)), max_size=5))
+@given(st.lists(st.tuples(st.sampled_from(["extend", "forward", "draw", "take"]), st.integers(0, 60)), max_size=5))
 def test_an_interrupt_anywhere_in_a_step_leaves_a_batch_that_goes_on(engine, moments):
     """Greedy, since a draw that nobody has seen is drawn again."""
     batch, ended = engine.batch(12), {}
     for i in range(3):
         batch.add(2 * i, prompt_of(30) + [i + 5], Sampling(temperature=0, max_tokens=9), samples=2)
-    places = {"extend": Sequence, "attend": PagedBatch, "draw": Sampler, "take": Sequence}
+    places = {"extend": Sequence, "forward": Layer, "draw": Sampler, "take": Sequence}
     while batch.busy:
         with pytest.MonkeyPatch.context() as patch:
             if moments:
@@ -376,12 +377,16 @@ def test_pages_hold_what_a_plain_list_of_tokens_would(engine, data):
     assert pool.free == len(pool.references)
 
 
-def test_the_kernels_of_a_gpu_give_the_same_pass(engine):
-    pytest.importorskip("test_flash")  # which sets Triton's interpreter up
+@pytest.mark.parametrize("kernels", [FlashBatch, NativeBatch])
+def test_kernels_give_the_same_pass(engine, kernels):
+    if kernels is FlashBatch:
+        pytest.importorskip("test_flash")  # which sets Triton's interpreter up
+    elif native.library() is None:
+        pytest.skip("no C compiler")
     pool = Pool(engine.model.config, 40, "cpu", torch.float32)
     pool.keys_values.fill_(torch.nan)
     logits = []
-    for kind in (PagedBatch, FlashBatch):
+    for kind in (PagedBatch, kernels):
         caches = [engine.cache(pool) for _ in range(4)]
         for step in ((20, 1, 33, 16), (1, 1, 1, 7), (1, 1, 1, 1)):
             for cache, n in zip(caches, step, strict=True):

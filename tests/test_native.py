@@ -54,8 +54,8 @@ def matrix(kind, inputs, outputs, bias):
 @settings(max_examples=100, deadline=None)
 @given(
     st.sampled_from([*DTYPES, "int8", "int4"]),
-    st.integers(1, FEW),
-    st.integers(1, 130),
+    st.one_of(st.integers(1, FEW), st.sampled_from([17, 31, 33, 100, 129, 150])),
+    st.one_of(st.integers(1, 130), st.sampled_from([768, 769, 1600])),
     st.integers(1, 70),
     st.sampled_from([SET, ADD, SWIGLU]),
     st.booleans(),
@@ -64,7 +64,7 @@ def matrix(kind, inputs, outputs, bias):
 )
 def test_products_are_those_of_the_stored_values(kind, tokens, inputs, outputs, ending, normed, bias, seed):
     torch.manual_seed(seed)
-    inputs, outputs = (inputs * 32, outputs * 64) if kind == "int4" else (inputs, 2 * outputs)
+    inputs, outputs = (inputs % 60 * 32 + 32, outputs % 9 * 128 + 128) if kind == "int4" else (inputs, 2 * outputs)
     made, values = matrix(kind, inputs, outputs, bias)
     assume(native.takes(made))  # torch orders 4 bits in its own way on each processor
     norm = RMSNorm(inputs, 1e-5) if normed else None
@@ -137,7 +137,7 @@ def test_heads_are_normed_and_turned(tokens, normed, turned, tiny_gqa):
     st.sampled_from(DTYPES),
     st.integers(1, 4),
     st.integers(1, 5),
-    st.sampled_from([2, 8, 20, 64, 128]),
+    st.sampled_from([16, 48, 64, 80, 128]),
     st.one_of(st.integers(1, 300), st.sampled_from([128, 129, 1024, 2500])),
     st.sampled_from([0.0, 1.0, 30.0]),
     st.booleans(),
