@@ -59,10 +59,10 @@ SPECIAL float of(quad q) { return (q[0] + q[1]) + (q[2] + q[3]); }
 SPECIAL quad sums(quad a, quad b, quad c, quad d) { return (quad){of(a), of(b), of(c), of(d)}; }
 #endif
 
-enum kind { F32, F16, BF16, I8, I4 };     /* of stored values */
-enum ending { SET, ADD, SWIGLU };         /* what becomes of a product */
+enum kind { F32, F16, BF16, I8, I4, U8, U4 }; /* of stored values: of weights, and of K and V */
+enum ending { SET, ADD, SWIGLU };             /* what becomes of a product */
 
-static const int size_of[] = {4, 2, 2, 1};
+static const int size_of[] = {4, 2, 2, 1, 0, 1, 1};
 
 SPECIAL long padded(long n) { return (n + LANES - 1) / LANES * LANES; }
 
@@ -86,6 +86,7 @@ SPECIAL vec load(const void *from, enum kind kind) {
     case F16: return halves(from);
     case BF16: return (vec)(shorts(from) << 16); /* the upper half of a float */
     case I8: return floats(chars(from));
+    case U8: return floats(bytes(from));
     default: memcpy(&v, from, sizeof v); return v;
     }
 }
@@ -257,7 +258,7 @@ static void unpack(float *to, const struct matrix *m, long first, long rows, lon
     case F16: widen_rows(to, m, F16, first, first + rows, from, n); break;
     case BF16: widen_rows(to, m, BF16, first, first + rows, from, n); break;
     case I8: widen_rows(to, m, I8, first, first + rows, from, n); break;
-    case I4: widen_block(to, m, first, from, n); break;
+    default: widen_block(to, m, first, from, n);
     }
 }
 
@@ -336,7 +337,7 @@ static void finish(float *y, float *sums, long T, long width, const struct matri
 
 static void one(float *y, const float *x, const float *norm, float eps, const struct matrix *m, enum ending ending,
                 int threads) {
-    float in[padded(m->n)];
+    float *in = malloc(padded(m->n) * sizeof *in);
     if (norm) rms_norm(in, x, norm, eps, m->n);
     else memcpy(in, x, m->n * sizeof *x);
     memset(in + m->n, 0, (padded(m->n) - m->n) * sizeof *x);
@@ -352,11 +353,12 @@ static void one(float *y, const float *x, const float *norm, float eps, const st
             case F16: single(sums + h * rows, in, m, F16, row, row + rows); break;
             case BF16: single(sums + h * rows, in, m, BF16, row, row + rows); break;
             case I8: single(sums + h * rows, in, m, I8, row, row + rows); break;
-            case I4: single_block(sums + h * rows, in, m, row); break;
+            default: single_block(sums + h * rows, in, m, row);
             }
         }
         finish(y, sums, 1, 1, m, ending, first, rows, rows);
     }
+    free(in);
 }
 
 static _Thread_local float wide[ROOM * STRIDE], summed[TILES * ROOM * 2 * LANES];
@@ -430,49 +432,71 @@ void turn(float *x, long T, long width, long heads, long kv_heads, long D, const
         }
 }
 
-/* ---- attention, of heads whose size D is a multiple of LANES ---- */
+/* ---- attention, of heads whose size D is a multiple of LANES, or in 4 bits of twice that ---- */
 
-#define AT_ONCE 64 /* tokens whose scores are kept */
-#define QUERIES 3  /* that share what is read; with four tokens, or vectors of a value, each, they fill the registers */
+#define GROUP 32  /* tokens that are made whole together, and that share the scales of their keys in 8 or 4 bits */
+#define QUERIES 3 /* that share what is read; with four tokens, or vectors of a value, each, they fill the registers */
 
-/* The scores [G, AT_ONCE] of G queries and n keys. */
-SPECIAL void score(float *scores, const float *q, const char *k, enum kind kind, const int G, long n, long D,
-                   long stride) {
-    for (long s = 0; s < n; s += 4) {
-        vec sums[QUERIES][4] = {0};
-        for (long i = 0; i < D; i += LANES)
-#pragma GCC unroll 4
-            for (int j = 0; j < 4; j++) {
-                const vec key = load(k + ((s + j < n ? s + j : n - 1) * stride + i) * size_of[kind], kind);
-#pragma GCC unroll 3
-                for (int g = 0; g < G; g++) sums[g][j] += load(q + g * D + i, F32) * key;
-            }
-        for (int g = 0; g < G; g++) {
-            const quad four = sums_of(sums[g]);
-            memcpy(scores + g * AT_ONCE + s, &four, sizeof four);
+/* Where K and V of a layer lie: distances from head to head and from token to token, in elements, or in bytes where they
+ * are packed. Then there are scales too (quantized.py), for each channel of a group of keys, and for each value: steps,
+ * and the lowest numbers as far behind them as `low` says. */
+struct memory {
+    char *k, *v;
+    long k_head, k_token, v_head, v_token, kind;
+    const char *k_scales, *v_scales;
+    long k_scales_head, k_low, v_scales_head, v_low, scales;
+};
+
+struct stretch { long memory, first, last; }; /* of tokens that lie behind each other, the last one not included */
+
+static void widen_any(float *to, const void *from, enum kind kind, long n) {
+    switch (kind) {
+    case F32: widen(to, from, F32, n); break;
+    case F16: widen(to, from, F16, n); break;
+    case BF16: widen(to, from, BF16, n); break;
+    case U8: widen(to, from, U8, n); break;
+    default: /* in a byte one number of the first half, and one of the second half above it */
+        for (long i = 0; i < n / 2; i += LANES) {
+            const ints both = bytes((const char *)from + i);
+            const vec low = floats(both & 15), high = floats(both >> 4);
+            memcpy(to + i, &low, sizeof low);
+            memcpy(to + n / 2 + i, &high, sizeof high);
         }
     }
 }
 
-/* y [G, D + 2] += the first W vectors from dimension i on of n values, weighed by weights [G, AT_ONCE]. */
-SPECIAL void weigh(float *y, const float *weights, const char *v, enum kind kind, const int G, const int W, long n,
-                   long i, long D, long stride) {
-    vec sums[QUERIES][W];
-    for (int g = 0; g < G; g++) memcpy(sums[g], y + g * (D + 2) + i, sizeof sums[g]);
-    for (long s = 0; s < n; s++, v += stride * size_of[kind])
-#pragma GCC unroll 4
-        for (int j = 0; j < W; j++) {
-            const vec value = load(v + (i + j * LANES) * size_of[kind], kind);
-#pragma GCC unroll 3
-            for (int g = 0; g < G; g++) sums[g][j] += weights[g * AT_ONCE + s] * value;
-        }
-    for (int g = 0; g < G; g++) memcpy(y + g * (D + 2) + i, sums[g], sizeof sums[g]);
+static void keys_of(float *to, const struct memory *m, long h, long first, long n, long D) {
+    const int packed = m->kind >= U8;
+    float step[D], low[D];
+    if (packed) {
+        const char *scales = m->k_scales + (h * m->k_scales_head + first / GROUP * D) * size_of[m->scales];
+        widen_any(step, scales, m->scales, D);
+        widen_any(low, scales + m->k_low * size_of[m->scales], m->scales, D);
+    }
+    for (long s = 0; s < n; s++, to += D) {
+        widen_any(to, m->k + (h * m->k_head + (first + s) * m->k_token) * size_of[m->kind], m->kind, D);
+        for (long i = 0; packed && i < D; i++) to[i] = to[i] * step[i] + low[i];
+    }
+}
+
+static void values_of(float *to, const struct memory *m, long h, long first, long n, long D) {
+    const int packed = m->kind >= U8;
+    float step[GROUP], low[GROUP];
+    if (packed) {
+        const char *scales = m->v_scales + (h * m->v_scales_head + first) * size_of[m->scales];
+        widen_any(step, scales, m->scales, n);
+        widen_any(low, scales + m->v_low * size_of[m->scales], m->scales, n);
+    }
+    for (long s = 0; s < n; s++, to += D) {
+        widen_any(to, m->v + (h * m->v_head + (first + s) * m->v_token) * size_of[m->kind], m->kind, D);
+        for (long i = 0; packed && i < D; i++) to[i] = to[i] * step[s] + low[s];
+    }
 }
 
 /* Scores become weights, and what is in y [G, D + 2] beside them is shrunk to fit: the unnormalized sum of values, then
  * the largest score and the sum of exponentials (online softmax, arXiv 1805.02867). */
 static void soften(float *y, float *scores, long G, long n, long D) {
-    for (long g = 0; g < G; g++, y += D + 2, scores += AT_ONCE) {
+    for (long g = 0; g < G; g++, y += D + 2, scores += GROUP) {
         float most = y[D], more = 0;
         for (long s = 0; s < n; s++) most = scores[s] > most ? scores[s] : most;
         const float shrink = exponential(y[D] - most);
@@ -483,92 +507,121 @@ static void soften(float *y, float *scores, long G, long n, long D) {
     }
 }
 
-/* G queries of one K/V head over n tokens more. */
-SPECIAL void look(float *y, const float *q, const char *k, const char *v, enum kind kind, const int G, long n, long D,
-                  long k_stride, long v_stride) {
-    float scores[QUERIES * AT_ONCE];
-    score(scores, q, k, kind, G, n, D, k_stride);
-    soften(y, scores, G, n, D);
-    long i = 0;
-    for (; i + 4 * LANES <= D; i += 4 * LANES) weigh(y, scores, v, kind, G, 4, n, i, D, v_stride);
-    for (; i < D; i += LANES) weigh(y, scores, v, kind, G, 1, n, i, D, v_stride);
+/* y [G, D + 2] += the first W vectors from dimension i on of n values, weighed by weights [G, GROUP]. */
+SPECIAL void weigh(float *y, const float *weights, const float *v, const int G, const int W, long n, long i, long D) {
+    vec sums[QUERIES][W];
+    for (int g = 0; g < G; g++) memcpy(sums[g], y + g * (D + 2) + i, sizeof sums[g]);
+    for (long s = 0; s < n; s++)
+#pragma GCC unroll 4
+        for (int j = 0; j < W; j++) {
+            const vec value = load(v + s * D + i + j * LANES, F32);
+#pragma GCC unroll 3
+            for (int g = 0; g < G; g++) sums[g][j] += weights[g * GROUP + s] * value;
+        }
+    for (int g = 0; g < G; g++) memcpy(y + g * (D + 2) + i, sums[g], sizeof sums[g]);
 }
 
-/* The same of a whole group, over tokens first to last. */
-SPECIAL void look_at(float *y, const float *q, const char *k, const char *v, enum kind kind, long group, long first,
-                     long last, long D, long k_stride, long v_stride) {
+/* G queries of one K/V head over n tokens more, k [n, D] and v [n, D]. */
+SPECIAL void look(float *y, const float *q, const float *k, const float *v, const int G, long n, long D) {
+    float scores[QUERIES * GROUP];
+    for (long s = 0; s < n; s += 4) {
+        vec sums[QUERIES][4] = {0};
+        for (long i = 0; i < D; i += LANES)
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; j++) {
+                const vec key = load(k + (s + j < n ? s + j : n - 1) * D + i, F32);
+#pragma GCC unroll 3
+                for (int g = 0; g < G; g++) sums[g][j] += load(q + g * D + i, F32) * key;
+            }
+        for (int g = 0; g < G; g++) {
+            const quad four = sums_of(sums[g]);
+            memcpy(scores + g * GROUP + s, &four, sizeof four);
+        }
+    }
+    soften(y, scores, G, n, D);
+    long i = 0;
+    for (; i + 4 * LANES <= D; i += 4 * LANES) weigh(y, scores, v, G, 4, n, i, D);
+    for (; i < D; i += LANES) weigh(y, scores, v, G, 1, n, i, D);
+}
+
+/* A group of queries over one K/V head's tokens first to last, into y [group, D + 2] as `soften` has it. */
+static void look_at(float *y, const float *q, const struct memory *m, long h, long first, long last, long group,
+                    long D) {
+    float k[GROUP * D], v[GROUP * D];
     for (long g = 0; g < group; g++) {
         memset(y + g * (D + 2), 0, D * sizeof *y);
         y[g * (D + 2) + D] = -3e38f, y[g * (D + 2) + D + 1] = 0;
     }
-    for (long at = first; at < last; at += AT_ONCE) {
-        const long n = last - at < AT_ONCE ? last - at : AT_ONCE;
-        const char *keys = k + at * k_stride * size_of[kind], *values = v + at * v_stride * size_of[kind];
+    for (long n; first < last; first += n) {
+        const long rest = GROUP - first % GROUP;
+        n = last - first < rest ? last - first : rest;
+        keys_of(k, m, h, first, n, D);
+        values_of(v, m, h, first, n, D);
         long g = 0;
-        for (; g + QUERIES <= group; g += QUERIES)
-            look(y + g * (D + 2), q + g * D, keys, values, kind, QUERIES, n, D, k_stride, v_stride);
-        for (; g < group; g++) look(y + g * (D + 2), q + g * D, keys, values, kind, 1, n, D, k_stride, v_stride);
+        for (; g + QUERIES <= group; g += QUERIES) look(y + g * (D + 2), q + g * D, k, v, QUERIES, n, D);
+        for (; g < group; g++) look(y + g * (D + 2), q + g * D, k, v, 1, n, D);
     }
 }
 
-/* softmax(q kᵀ / √D) v for each of some queries of kv_heads · group heads -> y [queries, heads, D], and the logarithm of
- * the sum of exponentials in mass [queries, heads]. Query i looks at the tokens in stretches[ends[i - 1]] to
- * stretches[ends[i] - 1], each being a first slot and one behind the last. Where new_k and new_v are given, they are
- * stored first, each query's in the last slot that it looks at. Rows, of q, new_k and new_v, and strides, of k and v from
- * head to head and from slot to slot, in elements. Long stretches are split, so that few heads keep all threads busy
- * (flash-decoding). */
-void attend(float *y, float *mass, const float *q, const float *new_k, const float *new_v, const long *rows, void *k,
-            void *v, enum kind kind, const long *strides, long queries, const long *ends, const long (*stretches)[2],
-            long kv_heads, long group, long D, int threads) {
-    const long heads = kv_heads * group, width = D + 2, size = size_of[kind], last_end = ends[queries - 1];
-    long total = 0, pieces = 0;
-    for (long i = 0; i < last_end; i++) total += stretches[i][1] - stretches[i][0];
-    const long splits = (8 * threads + kv_heads - 1) / kv_heads, least = 2 * AT_ONCE;
-    const long each = total < splits * least ? least : (total + splits - 1) / splits;
-    for (long i = 0; i < last_end; i++) pieces += (stretches[i][1] - stretches[i][0] + each - 1) / each;
+static void keep(const struct memory *m, const float *k, const float *v, long h, long slot, long D) {
+    narrow(m->k + (h * m->k_head + slot * m->k_token) * size_of[m->kind], k, m->kind, D);
+    narrow(m->v + (h * m->v_head + slot * m->v_token) * size_of[m->kind], v, m->kind, D);
+}
 
-    struct piece { long query, first, last; } *piece = malloc(pieces * sizeof *piece), *next = piece;
+/* softmax(q kᵀ / √D) v for each of some queries of kv_heads · group heads -> y [queries, heads, D], and the logarithm of
+ * the sum of exponentials in mass [queries, heads]. Query i looks at the stretches from ends[i - 1] to ends[i].
+ * Where new_k and new_v are given, they are stored first, each query's in the last slot that it looks at. Rows, of q,
+ * new_k and new_v, in elements. Long stretches are split, so that few heads keep all threads busy (flash-decoding). */
+void attend(float *y, float *mass, const float *q, const float *new_k, const float *new_v, const long *rows,
+            const struct memory *memories, long queries, const long *ends, const struct stretch *stretches,
+            long kv_heads, long group, long D, int threads) {
+    const long heads = kv_heads * group, width = D + 2, last_end = ends[queries - 1];
+    long total = 0, pieces = 0;
+    for (long i = 0; i < last_end; i++) total += stretches[i].last - stretches[i].first;
+    const long splits = (8 * threads + kv_heads - 1) / kv_heads, groups = (total / splits + GROUP - 1) / GROUP;
+    const long each = (groups < 4 ? 4 : groups) * GROUP;
+    for (long i = 0; i < last_end; i++) pieces += (stretches[i].last - stretches[i].first + each - 1) / each;
+
+    struct piece { long query; struct stretch of; } *piece = malloc(pieces * sizeof *piece), *next = piece;
     float *parts = malloc(sizeof(float) * heads * (pieces * width + queries * D));
     float *scaled = parts + heads * pieces * width;
     for (long i = 0, at = 0; i < queries; i++) {
-        for (long h = 0; new_k && h < kv_heads; h++) {
-            const long slot = stretches[ends[i] - 1][1] - 1;
-            narrow((char *)k + (h * strides[0] + slot * strides[1]) * size, new_k + i * rows[1] + h * D, kind, D);
-            narrow((char *)v + (h * strides[2] + slot * strides[3]) * size, new_v + i * rows[2] + h * D, kind, D);
-        }
+        const struct stretch newest = stretches[ends[i] - 1];
+        for (long h = 0; new_k && h < kv_heads; h++)
+            keep(memories + newest.memory, new_k + i * rows[1] + h * D, new_v + i * rows[2] + h * D, h, newest.last - 1,
+                 D);
         for (long h = 0; h < heads; h++)
             for (long j = 0; j < D; j++) scaled[(i * heads + h) * D + j] = q[i * rows[0] + h * D + j] / root(D);
-        for (; at < ends[i]; at++)
-            for (long first = stretches[at][0], last = stretches[at][1]; first < last; first += each)
-                *next++ = (struct piece){i, first, first + each < last ? first + each : last};
+        for (; at < ends[i]; at++) {
+            struct stretch left = stretches[at];
+            for (; left.first < left.last; left.first += each) {
+                *next = (struct piece){i, left};
+                if (left.last - left.first > each) next->of.last = left.first + each;
+                next++;
+            }
+        }
     }
 #pragma omp parallel for schedule(dynamic) num_threads(threads)
     for (long task = 0; task < pieces * kv_heads; task++) {
         const struct piece p = piece[task / kv_heads];
         const long h = task % kv_heads;
-        const char *keys = (const char *)k + h * strides[0] * size, *values = (const char *)v + h * strides[2] * size;
-        const float *queried = scaled + (p.query * heads + h * group) * D;
-        float *to = parts + task * group * width;
-        switch (kind) {
-        case F32: look_at(to, queried, keys, values, F32, group, p.first, p.last, D, strides[1], strides[3]); break;
-        case F16: look_at(to, queried, keys, values, F16, group, p.first, p.last, D, strides[1], strides[3]); break;
-        default: look_at(to, queried, keys, values, BF16, group, p.first, p.last, D, strides[1], strides[3]); break;
-        }
+        look_at(parts + task * group * width, scaled + (p.query * heads + h * group) * D, memories + p.of.memory, h,
+                p.of.first, p.of.last, group, D);
     }
     for (long i = 0, from = 0, to = 0; i < queries; i++, from = to) {
         while (to < pieces && piece[to].query == i) to++;
         for (long h = 0; h < heads; h++, y += D) {
             const float *first = parts + (from * heads + h) * width, *end = parts + (to * heads + h) * width;
-            float top = -3e38f, sum_of_all = 0;
+            float top = -3e38f, all = 0;
             for (const float *part = first; part < end; part += heads * width) top = part[D] > top ? part[D] : top;
             memset(y, 0, D * sizeof *y);
             for (const float *part = first; part < end; part += heads * width) {
                 const float weight = exponential(part[D] - top);
-                sum_of_all += weight * part[D + 1];
+                all += weight * part[D + 1];
                 for (long j = 0; j < D; j++) y[j] += weight * part[j];
             }
-            for (long j = 0; j < D; j++) y[j] /= sum_of_all;
-            if (mass) *mass++ = top + __builtin_logf(sum_of_all);
+            for (long j = 0; j < D; j++) y[j] /= all;
+            if (mass) *mass++ = top + __builtin_logf(all);
         }
     }
     free(parts);

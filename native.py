@@ -28,8 +28,8 @@ from linear import WHOLE, Int4Linear, Int8Linear, Linear, cpu_multiplies, rows_i
 
 FEW = 16  # tokens; with more, torch's kernels are faster where it has some for the dtype
 SET, ADD, SWIGLU = range(3)  # what becomes of a product
-KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-INT8, INT4 = 3, 4
+KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.uint8: 5}
+INT8, INT4, UINT8, UINT4 = 3, 4, 5, 6
 FLAGS = ("-O2", "-ftree-vectorize", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC")
 
 
@@ -48,7 +48,7 @@ def library() -> ctypes.CDLL | None:
         *(c_long, c_long, c_int, c_int),
     ]
     kernels.turn.argtypes = [c_void_p, *[c_long] * 5, c_void_p, c_void_p, c_float, c_void_p, c_void_p, c_int]
-    kernels.attend.argtypes = [*[c_void_p] * 8, c_int, c_void_p, c_long, c_void_p, c_void_p, *[c_long] * 3, c_int]
+    kernels.attend.argtypes = [*[c_void_p] * 7, c_long, c_void_p, c_void_p, *[c_long] * 3, c_int]
     return kernels
 
 
@@ -88,8 +88,8 @@ def openmp() -> Path:
 
 
 def computes(device: torch.device, head_dim: int) -> bool:
-    """Whether the kernels serve heads of this size there."""
-    return device.type == "cpu" and library() is not None and head_dim % library().lanes() == 0
+    """Whether the kernels serve heads of this size there; some of their values lie on the stack."""
+    return device.type == "cpu" and library() is not None and head_dim % library().lanes() == 0 and head_dim <= 1024
 
 
 # ---- the kernels
@@ -99,38 +99,63 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """softmax(q kᵀ / √D) v for one query: q [1, Hq, D], k and v [Hkv, S, D], dense along D -> [1, Hq, D] float32, and
     the logarithm of the sum of exponentials [Hq] float32."""
     mass = torch.empty(q.shape[1])
-    return Held(k, v).attend(q, Stretches([[(0, k.shape[1])]]), mass=mass), mass
+    return Held(len(k), Memory.of(k, v)).attend(q, Stretches([[(0, 0, k.shape[1])]]), mass=mass), mass
 
 
 class Stretches:
-    """For each of some queries the tokens that it sees: pairs of a first slot and one behind the last, in order."""
+    """For each of some queries the tokens that it sees, in order: triples of the memory, of a first slot in it and of one
+    behind the last."""
 
-    def __init__(self, of: list[list[tuple[int, int]]]):
-        self.queries, flat = len(of), [slot for pairs in of for pair in pairs for slot in pair]
+    def __init__(self, of: list[list[tuple[int, int, int]]]):
+        self.queries, flat = len(of), [number for triples in of for triple in triples for number in triple]
         self.ends = (c_long * len(of))(*accumulate(map(len, of)))
-        self.slots = (c_long * len(flat))(*flat)
+        self.flat = (c_long * len(flat))(*flat)
+
+
+class Memory(ctypes.Structure):
+    """Where K and V of a layer lie, as native.c has it."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("k", "v")),
+        *((name, c_long) for name in ("k_head", "k_token", "v_head", "v_token", "kind")),
+        *((name, c_void_p) for name in ("k_scales", "v_scales")),
+        *((name, c_long) for name in ("k_scales_head", "k_low", "v_scales_head", "v_low", "scales")),
+    ]
+
+    @classmethod
+    def of(cls, k: Tensor, v: Tensor) -> Memory:
+        """k and v [Hkv, slots, D], dense along D."""
+        return cls(k.data_ptr(), v.data_ptr(), *k.stride()[:2], *v.stride()[:2], KINDS[k.dtype])
+
+    @classmethod
+    def packed(cls, k: Tensor, v: Tensor, k_scales: Tensor, v_scales: Tensor) -> Memory:
+        """k and v [Hkv, slots, D or D / 2] uint8, and as quantized.py has them the scales [2, Hkv, groups, 1, D] and
+        [2, Hkv, slots, 1]."""
+        memory, scales = cls.of(k, v), (k_scales, v_scales)
+        memory.k_scales, memory.v_scales = (x.data_ptr() for x in scales)
+        (memory.k_low, memory.k_scales_head), (memory.v_low, memory.v_scales_head) = (x.stride()[:2] for x in scales)
+        memory.scales, memory.kind = KINDS[k_scales.dtype], UINT8 if k.shape[2] == k_scales.shape[4] else UINT4
+        return memory
 
 
 class Held:
-    """K and V [Hkv, slots, D] of a layer, dense along D, over which steps attend."""
+    """The memories of a layer, over which steps attend. Who makes it keeps the tensors."""
 
-    def __init__(self, keys: Tensor, values: Tensor):
-        self._kept = keys, values
-        strides = (c_long * 4)(*keys.stride()[:2], *values.stride()[:2])
-        self._places = keys.data_ptr(), values.data_ptr(), KINDS[keys.dtype], strides
-        self._kv_heads, self._attend = len(keys), library().attend
+    def __init__(self, kv_heads: int, *memories: Memory):
+        self._kv_heads, self._memories = kv_heads, (Memory * len(memories))(*memories)
+        self._attend = library().attend
 
     def attend(self, q: Tensor, seen: Stretches, new: tuple[Tensor, Tensor] = (), mass: Tensor | None = None) -> Tensor:
         """q [N, Hq, D], of N queries -> [N, Hq, D] float32; mass [N, Hq] is filled with the logarithms of the sums of
         exponentials. ``new`` k and v [N, Hkv, D] are stored first, each in the last slot that its query sees."""
         count, heads, dim = q.shape
-        rows = [x if x.dtype is torch.float32 and x.stride(1) == dim else x.float().contiguous() for x in (q, *new)]
+        rows = [x if x.dtype is torch.float32 and x.stride()[1:] == (dim, 1) else x.float().contiguous() for x in (q, *new)]
         k, v = (x.data_ptr() for x in rows[1:]) if new else (None, None)
         y, strides = torch.empty(count, heads, dim), (c_long * 3)(*(x.stride(0) for x in rows))
         out = y.data_ptr(), None if mass is None else mass.data_ptr()
-        where = seen.queries, seen.ends, seen.slots
+        where = self._memories, seen.queries, seen.ends, seen.flat
         sizes = self._kv_heads, heads // self._kv_heads, dim, torch.get_num_threads()
-        self._attend(*out, rows[0].data_ptr(), k, v, strides, *self._places, *where, *sizes)
+        self._attend(*out, rows[0].data_ptr(), k, v, strides, *where, *sizes)
         return y
 
 
@@ -138,7 +163,7 @@ def held(layers: Iterable[tuple[Tensor, Tensor]]) -> list[Held] | None:
     """For K and V of each layer, if the kernels serve them."""
     layers = [tuple(layer) for layer in layers]
     serve = all(computes(keys.device, keys.shape[-1]) for keys, _ in layers)
-    return [Held(*layer) for layer in layers] if serve else None
+    return [Held(len(keys), Memory.of(keys, values)) for keys, values in layers] if serve else None
 
 
 class Product:

@@ -266,7 +266,7 @@ class NativeBatch(PagedBatch):
     def _where(self, layer: int) -> native.Stretches:
         if (window := self.pool.config.windows[layer]) not in self._seen:
             newest = self.sequences[: self.singles]
-            self._seen[window] = native.Stretches([s._runs(layer, s._oldest(layer), s._span[1]) for s in newest])
+            self._seen[window] = native.Stretches([sequence._stretches(layer) for sequence in newest])
         return self._seen[window]
 
 

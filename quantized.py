@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+import native
 from seam import CacheFull, KVCache
+
+
+PACKED, RECENT = range(2)  # the memories of a layer
+
+
+class Recent(NamedTuple):
+    """The tokens from ``first`` on that are whole, [layers, 2, Hkv, R, D], and what attends over them and those before;
+    together, so that no interrupt finds them at odds."""
+
+    tokens: Tensor
+    first: int
+    kernels: list[native.Held] | None
 
 
 class QuantizedCache(KVCache):
@@ -38,9 +52,7 @@ class QuantizedCache(KVCache):
         ]
         # A CPU makes float32 of bytes six times as fast as float16, and attends in it no slower.
         self._arithmetic = torch.float32 if self.device.type == "cpu" else dtype
-        # The tokens from ``first`` on that are whole, [layers, 2, Hkv, R, D]; one attribute, so that no interrupt
-        # finds the two at odds.
-        self._recent = self._room(0), 0
+        self._recent = self._whole_from(0, self._room(0))
 
     @classmethod
     def _bytes(cls, config, dtype: torch.dtype, quantized: int, whole: int) -> int:
@@ -74,6 +86,25 @@ class QuantizedCache(KVCache):
             self.length -= n
             raise
 
+    @property
+    def _kernels(self) -> list[native.Held] | None:
+        return self._recent.kernels
+
+    def _stretches(self, layer: int) -> list[tuple[int, int, int]]:
+        first, end, quantized = self._oldest(layer), self._span[1], self._recent.first
+        packed = [(PACKED, first, quantized)] if first < quantized else []
+        return [*packed, (RECENT, max(0, first - quantized), end - quantized)]
+
+    def _whole_from(self, first: int, recent: Tensor) -> Recent:
+        """With what reads it: two memories for each layer."""
+        if not native.computes(self.device, self.config.head_dim * self.bits // 8):
+            return Recent(recent, first, None)
+        kernels = []
+        for layer, whole in enumerate(recent):
+            packed = native.Memory.packed(*(x[layer] for x in self.packed), *(x[:, layer] for x in self.scales))
+            kernels.append(native.Held(self.config.num_key_value_heads, packed, native.Memory.of(*whole)))
+        return Recent(recent, first, kernels)
+
     def _room(self, tokens: int) -> Tensor:
         """For tokens that are whole: those of a pass, of a group that fills, and the newest."""
         room = self.WHOLE + self.GROUP + max(tokens, self.GROUP)
@@ -83,7 +114,7 @@ class QuantizedCache(KVCache):
     def _settle(self, length: int, end: int) -> None:
         """Quantize what is due of the ``length`` tokens held, or make the last group whole again when a cut went
         through it; and make room up to ``end``."""
-        recent, first = self._recent
+        recent, first, _ = self._recent
         due = max(first, (length - self.WHOLE) // self.GROUP * self.GROUP)
         if length < first:
             due = length // self.GROUP * self.GROUP
@@ -98,7 +129,7 @@ class QuantizedCache(KVCache):
             for layer in range(len(room)):
                 for kept, whole in zip(room[layer], self._whole(layer, due, due + self.GROUP), strict=True):
                     kept[:, : length - due] = whole[:, : length - due]
-        self._recent = room, due
+        self._recent = self._whole_from(due, room)
 
     def _quantize(self, recent: Tensor, first: int) -> None:
         """One full group of all layers, [layers, 2, Hkv, GROUP, D]."""
@@ -132,13 +163,13 @@ class QuantizedCache(KVCache):
         return x
 
     def _store(self, layer: int, k: Tensor, v: Tensor) -> None:
-        recent, first = self._recent
+        recent, first, _ = self._recent
         start, end = (at - first for at in self._span)
         recent[layer, 0, :, start:end] = k
         recent[layer, 1, :, start:end] = v
 
     def _read(self, layer: int, first: int, last: int) -> Iterator[tuple[Tensor, Tensor]]:
-        recent, quantized = self._recent
+        recent, quantized, _ = self._recent
         for start in range(first // self.GROUP * self.GROUP, min(last, quantized), self.BLOCK):
             k, v = self._whole(layer, start, min(start + self.BLOCK, quantized))
             before = max(0, first - start)  # the rest of a group, of which a window shows the end
@@ -177,10 +208,10 @@ class QuantizedCache(KVCache):
         if length > self.capacity:
             raise CacheFull(f"{length} tokens do not fit the {self.capacity} that the cache holds")
         self.truncate(0)
-        self._recent = self._room(length - quantized), 0
+        self._recent = self._whole_from(0, self._room(length - quantized))
         for name, kept in self._kept(length, quantized).items():
             kept.copy_(read(name))
-        self._recent, self.length = (self._recent[0], quantized), length
+        self._recent, self.length = self._recent._replace(first=quantized), length
 
 
 class Int8Cache(QuantizedCache):

@@ -237,14 +237,17 @@ class KVCache(ABC):
         return attention(q, self._pieces(layer, first, k, v))
 
     def _seen(self, layer: int) -> native.Stretches:
-        """Where the tokens stand that a single one sees."""
+        """Where the tokens lie that a single one sees."""
         if (key := ("seen", self.config.windows[layer])) not in self._worked_out:
-            runs = self._runs(layer, self._oldest(layer), self._span[1])
-            self._worked_out[key] = native.Stretches([runs])
+            self._worked_out[key] = native.Stretches([self._stretches(layer)])
         return self._worked_out[key]
 
+    def _stretches(self, layer: int) -> list[tuple[int, int, int]]:
+        """Those, as native.Stretches has them."""
+        return [(0, *run) for run in self._runs(layer, self._oldest(layer), self._span[1])]
+
     def _runs(self, layer: int, first: int, last: int) -> list[tuple[int, int]]:
-        """The slots of the tokens first to last, in stretches, where ``_kernels`` read them."""
+        """The slots of the tokens first to last, each the first of some that follow each other and one behind them."""
         return [(first, last)]
 
     def _oldest(self, layer: int) -> int:
