@@ -15,6 +15,8 @@ is why a model that writes a word at a time can be fast, and why a long conversa
 each token of this small model, and 128 KiB for each token of one with eight billion parameters. Café, naïve,
 東京, 🎉 and 3.14159 are in here so that the bytes are mixed."""
 
+pytestmark = pytest.mark.usefixtures("two_threads")
+
 QUESTIONS = [
     "What is a KV cache? Answer in two sentences.",
     "Name three primary colours.",

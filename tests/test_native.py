@@ -22,6 +22,7 @@ needs_compiler = pytest.mark.skipif(
     sys.platform != "linux" or not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="no C compiler"
 )
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+pytestmark = pytest.mark.usefixtures("two_threads")
 
 
 @needs_compiler
