@@ -99,7 +99,7 @@ def test_quantized_caches_keep_the_perplexity_of_a_text(default_model, tokenizer
         logits = read_through(half, make(kind, half.config, 512, dtype=half.dtype), ids)
         return cross_entropy(logits, torch.tensor(ids[1:])).item()
 
-    whole = loss("contiguous")
-    assert loss("int8") == pytest.approx(whole, abs=0.001)
-    assert loss("int4") == pytest.approx(whole, abs=0.02)
-    assert loss("int4") != whole
+    whole, int8, int4 = map(loss, ("contiguous", "int8", "int4"))
+    assert int8 == pytest.approx(whole, abs=0.001)
+    assert int4 == pytest.approx(whole, abs=0.02)
+    assert int4 != whole
