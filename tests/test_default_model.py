@@ -15,8 +15,6 @@ is why a model that writes a word at a time can be fast, and why a long conversa
 each token of this small model, and 128 KiB for each token of one with eight billion parameters. Café, naïve,
 東京, 🎉 and 3.14159 are in here so that the bytes are mixed."""
 
-pytestmark = pytest.mark.usefixtures("two_threads")
-
 QUESTIONS = [
     "What is a KV cache? Answer in two sentences.",
     "Name three primary colours.",
@@ -71,6 +69,22 @@ def test_greedy_answers_are_those_of_transformers_token_for_token(question, ours
     logits = theirs(torch.tensor([prompt + answer[:-1]])).logits[0, len(prompt) - 1 :]
     assert len(answer) == 64
     assert answer == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("quantize", [None, "int8", "int4"])
+def test_two_threads_compute_the_logits_of_one(quantize, default_model, tokenizer):
+    """Of 40 tokens at once and of a step."""
+    model, tokens, logits = load(default_model, quantize=quantize), torch.tensor(tokenizer.encode(TEXT)[:41]), []
+    before = torch.get_num_threads()
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        cache, parts = make("contiguous", model.config, 41, dtype=model.dtype), []
+        for part in tokens.split(40):
+            cache.extend(len(part))
+            parts.append(model.head(model(part, cache)))
+        logits.append(torch.cat(parts))
+    torch.set_num_threads(before)
+    torch.testing.assert_close(*logits, atol=0.1, rtol=0)
 
 
 def test_the_stored_16_bits_answer_like_float32(default_model, ours, tokenizer):

@@ -20,7 +20,6 @@ from tokenizer import Tokenizer
 
 TOKENS = [5, 17, 200, 33, 5, 90, 121, 8, 64, 250, 5, 17, 3, 77, 140, 31] * 5
 MODES = ("int8", "int4")
-pytestmark = pytest.mark.usefixtures("two_threads")
 
 
 def packed(mode, weight, dtype=torch.bfloat16, bias=False):
