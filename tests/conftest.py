@@ -17,6 +17,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"
+if "PYTEST_XDIST_WORKER" in os.environ:  # the cores are busy with the other processes, so one thread is the quickest
+    torch.set_num_threads(1)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start
 # What ignores a signal (nohup, a job in the background) hands that on; a terminal, as the tests play it, does not.
 for signum, usual in {signal.SIGINT: signal.default_int_handler, getattr(signal, "SIGHUP", 0): signal.SIG_DFL}.items():
     if signum and signal.getsignal(signum) is signal.SIG_IGN:
@@ -111,6 +114,15 @@ def token_of(byte: int) -> int:
     from tokenizer import BYTE_OF
 
     return len(CONTROL) + ALPHABET.index(next(c for c, b in BYTE_OF.items() if b == byte))
+
+
+@pytest.fixture(scope="module")
+def two_threads():
+    """What can be computed by several threads is computed by two, also where the tests themselves run side by side."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

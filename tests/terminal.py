@@ -13,6 +13,7 @@ from pyte.screens import wcwidth
 import chat
 
 CHAT = Path(chat.__file__)
+PATIENCE = 60  # seconds; of a machine that is busy, and nothing is waited for once it is there
 ANSWER = "Hélo, wrd!"  # of the folder `successor`
 STEPS = len(ANSWER.encode())
 SUMMARY = re.compile(
@@ -80,7 +81,7 @@ class Terminal:
         rows: int = 50,
         term: str = "xterm-256color",
         command: str = "",
-        start: float = 20,  # seconds that it may take
+        start: float = PATIENCE,  # seconds that it may take
     ):
         self.screen = Xterm(columns, rows)
         self.stream = pyte.ByteStream(self.screen)
@@ -98,7 +99,7 @@ class Terminal:
     def type(self, keys: str) -> None:
         self.child.send(keys)
 
-    def until(self, holds, timeout: float = 20) -> None:
+    def until(self, holds, timeout: float = PATIENCE) -> None:
         end = time.monotonic() + timeout
         while not holds():
             assert time.monotonic() < end, "\n".join(self.screen.shown)
@@ -114,7 +115,7 @@ class Terminal:
     def see(self, text: str) -> None:
         self.until(lambda: text in "\n".join(self.screen.shown))
 
-    def ready(self, timeout: float = 20) -> None:
+    def ready(self, timeout: float = PATIENCE) -> None:
         """Wait for an empty prompt."""
         self.until(lambda: self.screen.shown[self.screen.cursor.y] == ">" and self.screen.cursor.x == 2, timeout)
 
@@ -127,7 +128,7 @@ class Terminal:
 
     def end(self) -> int:
         """Wait until chat.py has left by itself; its exit code."""
-        self.child.expect(pexpect.EOF, timeout=20)
+        self.child.expect(pexpect.EOF, timeout=PATIENCE)
         self.received += self.child.before
         self.child.close()
         return self.child.exitstatus

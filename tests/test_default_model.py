@@ -71,6 +71,22 @@ def test_greedy_answers_are_those_of_transformers_token_for_token(question, ours
     assert answer == logits.argmax(-1).tolist()
 
 
+@pytest.mark.parametrize("quantize", [None, "int8", "int4"])
+def test_two_threads_compute_the_logits_of_one(quantize, default_model, tokenizer):
+    """Of 40 tokens at once and of a step."""
+    model, tokens, logits = load(default_model, quantize=quantize), torch.tensor(tokenizer.encode(TEXT)[:41]), []
+    before = torch.get_num_threads()
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        cache, parts = make("contiguous", model.config, 41, dtype=model.dtype), []
+        for part in tokens.split(40):
+            cache.extend(len(part))
+            parts.append(model.head(model(part, cache)))
+        logits.append(torch.cat(parts))
+    torch.set_num_threads(before)
+    torch.testing.assert_close(*logits, atol=0.1, rtol=0)
+
+
 def test_the_stored_16_bits_answer_like_float32(default_model, ours, tokenizer):
     """The default arithmetic against float32: argmax after each token of a text, all but near-ties."""
     half = load(default_model)
@@ -97,7 +113,7 @@ def test_quantized_caches_keep_the_perplexity_of_a_text(default_model, tokenizer
         logits = read_through(half, make(kind, half.config, 512, dtype=half.dtype), ids)
         return cross_entropy(logits, torch.tensor(ids[1:])).item()
 
-    whole = loss("contiguous")
-    assert loss("int8") == pytest.approx(whole, abs=0.001)
-    assert loss("int4") == pytest.approx(whole, abs=0.02)
-    assert loss("int4") != whole
+    whole, int8, int4 = map(loss, ("contiguous", "int8", "int4"))
+    assert int8 == pytest.approx(whole, abs=0.001)
+    assert int4 == pytest.approx(whole, abs=0.02)
+    assert int4 != whole

@@ -22,6 +22,7 @@ needs_compiler = pytest.mark.skipif(
     sys.platform != "linux" or not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="no C compiler"
 )
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+pytestmark = pytest.mark.usefixtures("two_threads")
 
 
 @needs_compiler
@@ -243,21 +244,29 @@ def test_another_processor_has_its_own(tmp_path, monkeypatch):
     assert native.built() != here
 
 
+def answer(model, **more):
+    """4 tokens of float32, greedy, by two threads."""
+    command = ("--model", model, "-p", "hi", "--temp", "0", "-n", "4", "--device", "cpu")
+    process = start(*command, env=environment(OMP_NUM_THREADS="2", **more))
+    said = process.communicate(timeout=100)[0]
+    assert process.returncode == 0
+    return said
+
+
+@pytest.fixture(scope="module")
+def usual_answer(tiny_gqa):
+    return answer(tiny_gqa)
+
+
 @pytest.mark.parametrize("fault", ["none", "broken", "full"])
-def test_without_a_compiler_the_answer_is_the_same(fault, tiny_gqa, tmp_path):
-    """None in PATH, one that fails, and no place for what it makes; 4 tokens of float32, greedy."""
+def test_without_a_compiler_the_answer_is_the_same(fault, tiny_gqa, usual_answer, tmp_path):
+    """None in PATH, one that fails, and no place for what it makes."""
     cases = {
         "none": {"PATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)},
         "broken": {"CC": "false", "XDG_CACHE_HOME": str(tmp_path)},
         "full": {"XDG_CACHE_HOME": "/proc"},
     }
-    command = ("--model", tiny_gqa, "-p", "hi", "--temp", "0", "-n", "4", "--device", "cpu")
-    answers = []
-    for more in ({}, cases[fault]):
-        process = start(*command, env=environment(**more))
-        answers.append(process.communicate(timeout=100)[0])
-        assert process.returncode == 0
-    assert answers[0] == answers[1] != b""
+    assert answer(tiny_gqa, **cases[fault]) == usual_answer != b""
 
 
 @needs_compiler
