@@ -34,6 +34,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 class ModelError(Exception):
     """A model folder that cannot be used; the text is one line that names the file, tensor or setting."""
 
+    def __init__(self, text: str):
+        super().__init__(" ".join(text.splitlines()))  # what a library says of a file may quote its line breaks
+
 
 # ---- config
 

@@ -449,48 +449,55 @@ struct memory {
 
 struct stretch { long memory, first, last; }; /* of tokens that lie behind each other, the last one not included */
 
-static void widen_any(float *to, const void *from, enum kind kind, long n) {
-    switch (kind) {
-    case F32: widen(to, from, F32, n); break;
-    case F16: widen(to, from, F16, n); break;
-    case BF16: widen(to, from, BF16, n); break;
-    case U8: widen(to, from, U8, n); break;
-    default: /* in a byte one number of the first half, and one of the second half above it */
-        for (long i = 0; i < n / 2; i += LANES) {
-            const ints both = bytes((const char *)from + i);
-            const vec low = floats(both & 15), high = floats(both >> 4);
-            memcpy(to + i, &low, sizeof low);
-            memcpy(to + n / 2 + i, &high, sizeof high);
+/* Rows of n values, `apart` bytes, as floats. */
+static void widen_all(float *to, const char *from, enum kind kind, long rows, long n, long apart) {
+    for (; rows > 0; rows--, from += apart, to += n)
+        switch (kind) {
+        case F32: widen(to, from, F32, n); break;
+        case F16: widen(to, from, F16, n); break;
+        case BF16: widen(to, from, BF16, n); break;
+        case U8: widen(to, from, U8, n); break;
+        default: /* in a byte one number of the first half, and one of the second half above it */
+            for (long i = 0; i < n / 2; i += LANES) {
+                const ints both = bytes(from + i);
+                const vec low = floats(both & 15), high = floats(both >> 4);
+                memcpy(to + i, &low, sizeof low);
+                memcpy(to + n / 2 + i, &high, sizeof high);
+            }
         }
-    }
 }
 
 static void keys_of(float *to, const struct memory *m, long h, long first, long n, long D) {
-    const int packed = m->kind >= U8;
+    const long size = size_of[m->kind], scale = size_of[m->scales];
+    widen_all(to, m->k + (h * m->k_head + first * m->k_token) * size, m->kind, n, D, m->k_token * size);
+    if (m->kind < U8) return;
     float step[D], low[D];
-    if (packed) {
-        const char *scales = m->k_scales + (h * m->k_scales_head + first / GROUP * D) * size_of[m->scales];
-        widen_any(step, scales, m->scales, D);
-        widen_any(low, scales + m->k_low * size_of[m->scales], m->scales, D);
-    }
-    for (long s = 0; s < n; s++, to += D) {
-        widen_any(to, m->k + (h * m->k_head + (first + s) * m->k_token) * size_of[m->kind], m->kind, D);
-        for (long i = 0; packed && i < D; i++) to[i] = to[i] * step[i] + low[i];
-    }
+    const char *scales = m->k_scales + (h * m->k_scales_head + first / GROUP * D) * scale;
+    widen_all(step, scales, m->scales, 1, D, 0);
+    widen_all(low, scales + m->k_low * scale, m->scales, 1, D, 0);
+    for (long s = 0; s < n; s++, to += D)
+        for (long i = 0; i < D; i++) to[i] = to[i] * step[i] + low[i];
 }
 
 static void values_of(float *to, const struct memory *m, long h, long first, long n, long D) {
-    const int packed = m->kind >= U8;
+    const long size = size_of[m->kind], scale = size_of[m->scales];
+    widen_all(to, m->v + (h * m->v_head + first * m->v_token) * size, m->kind, n, D, m->v_token * size);
+    if (m->kind < U8) return;
     float step[GROUP], low[GROUP];
-    if (packed) {
-        const char *scales = m->v_scales + (h * m->v_scales_head + first) * size_of[m->scales];
-        widen_any(step, scales, m->scales, n);
-        widen_any(low, scales + m->v_low * size_of[m->scales], m->scales, n);
-    }
-    for (long s = 0; s < n; s++, to += D) {
-        widen_any(to, m->v + (h * m->v_head + (first + s) * m->v_token) * size_of[m->kind], m->kind, D);
-        for (long i = 0; packed && i < D; i++) to[i] = to[i] * step[s] + low[s];
-    }
+    const char *scales = m->v_scales + (h * m->v_scales_head + first) * scale;
+    widen_all(step, scales, m->scales, 1, n, 0);
+    widen_all(low, scales + m->v_low * scale, m->scales, 1, n, 0);
+    for (long s = 0; s < n; s++, to += D)
+        for (long i = 0; i < D; i++) to[i] = to[i] * step[s] + low[s];
+}
+
+/* Have those tokens come nearer while others are looked at. */
+static void call(const struct memory *m, long h, long first, long n, long D) {
+    const long size = size_of[m->kind], bytes = m->kind == U4 ? D / 2 : D * size;
+    const char *k = m->k + (h * m->k_head + first * m->k_token) * size;
+    const char *v = m->v + (h * m->v_head + first * m->v_token) * size;
+    for (; n > 0; n--, k += m->k_token * size, v += m->v_token * size)
+        for (long at = 0; at < bytes; at += 64) __builtin_prefetch(k + at), __builtin_prefetch(v + at);
 }
 
 /* Scores become weights, and what is in y [G, D + 2] beside them is shrunk to fit: the unnormalized sum of values, then
@@ -555,6 +562,7 @@ static void look_at(float *y, const float *q, const struct memory *m, long h, lo
     for (long n; first < last; first += n) {
         const long rest = GROUP - first % GROUP;
         n = last - first < rest ? last - first : rest;
+        const long next = first + n;
         keys_of(k, m, h, first, n, D);
         values_of(v, m, h, first, n, D);
         long g = 0;

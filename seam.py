@@ -365,4 +365,4 @@ class KVCache(ABC):
                         raise ValueError(f"{path}: {name} is not {shape}")
                 self.restore(counts, lambda name: file.get_tensor(f"cache.{name}"))
         except SafetensorError as error:
-            raise ValueError(f"{path}: {error}") from None
+            raise ValueError(f"{path}: {' '.join(str(error).split())}") from None

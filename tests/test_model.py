@@ -269,7 +269,8 @@ def test_weights_that_are_not_whole_are_refused_by_file_name(tiny_gqa, tmp_path)
     weights = folder / "model.safetensors"
     whole = weights.read_bytes()
     pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 100\n"
-    for damaged in (whole[:-1], whole[: len(whole) // 2], whole[:5], b"", pointer):
+    quoted = whole.replace(b'"F32"', b'"\\n2"', 1)  # a dtype that the library quotes
+    for damaged in (whole[:-1], whole[: len(whole) // 2], whole[:5], b"", pointer, quoted):
         weights.write_bytes(damaged)
         with pytest.raises(ModelError, match=r"model\.safetensors: not a whole safetensors file") as refusal:
             load(folder)

@@ -14,7 +14,7 @@ from test_chat import environment, start
 import native
 from cache import make
 from linear import FORMATS, Linear, fixed
-from model import RMSNorm, Rotary, load
+from model import Config, RMSNorm, Rotary, load
 from native import ADD, FEW, SET, SWIGLU, Product
 from seam import Piece, attention
 
@@ -160,6 +160,30 @@ def test_attention_of_one_query_is_that_of_the_formula(dtype, kv_heads, group, d
         cut = [0, *sorted(torch.randint(1, tokens, (2,)).unique().tolist()), tokens]
         pieces = [Piece(k[:, a:b], v[:, a:b]) for a, b in zip(cut, cut[1:], strict=False)]
         torch.testing.assert_close(attention(q, pieces).double(), expected, atol=1e-5, rtol=1e-4)
+
+
+@needs_compiler
+@pytest.mark.parametrize("window", [None, 37])
+@pytest.mark.parametrize("kind", ["contiguous", "paged", "window", "sinks", "int8", "int4"])
+@settings(max_examples=12, deadline=None)
+@given(st.sampled_from(DTYPES), st.lists(st.integers(1, 90), max_size=3), st.sampled_from([1, 3, 4, 8]))
+def test_a_step_attends_over_what_the_cache_holds(kind, window, dtype, passes, group):
+    """In each layout, and with its own token: what ``_read`` tells, in float64."""
+    config = Config(8, 64, 8, 1, 2 * group, 2, 32, windows=(window,), rotary=(True,))
+    kv_cache = make(kind, config, 290, "cpu", dtype)
+    for n in (*passes, 1, 1):
+        while n > 0:
+            now = min(n, kv_cache.room)
+            kv_cache.extend(now)
+            q, k, v = (torch.randn(now, heads, 32) for heads in (2 * group, 2, 2))
+            y, n = kv_cache.attend(0, q, k, v), n - now
+    pieces = zip(*kv_cache._read(0, kv_cache._oldest(0), kv_cache.held), strict=True)
+    keys, values = (torch.cat(list(held), 1).double() for held in pieces)
+    assert keys.shape[1] == min(kv_cache.held, window or 1000)
+    torch.testing.assert_close(keys[:, -1].to(dtype), k[0].to(dtype))
+    scores = torch.einsum("hgd,hsd->hgs", q[0].view(2, group, 32).double(), keys) / 32**0.5
+    expected = (scores.softmax(-1) @ values).view(1, -1, 32)
+    torch.testing.assert_close(y.double(), expected, atol=1e-5, rtol=1e-4)
 
 
 # ---- steps
