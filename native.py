@@ -103,8 +103,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Stretches:
-    """For each of some queries the tokens that it sees, in order: triples of the memory, of a first slot in it and of one
-    behind the last."""
+    """For each of some queries the tokens that it sees, in order: triples of the memory, of a first slot in it and of
+    one behind the last."""
 
     def __init__(self, of: list[list[tuple[int, int, int]]]):
         self.queries, flat = len(of), [number for triples in of for triple in triples for number in triple]
@@ -149,7 +149,9 @@ class Held:
         """q [N, Hq, D], of N queries -> [N, Hq, D] float32; mass [N, Hq] is filled with the logarithms of the sums of
         exponentials. ``new`` k and v [N, Hkv, D] are stored first, each in the last slot that its query sees."""
         count, heads, dim = q.shape
-        rows = [x if x.dtype is torch.float32 and x.stride()[1:] == (dim, 1) else x.float().contiguous() for x in (q, *new)]
+        rows = [
+            x if x.dtype is torch.float32 and x.stride()[1:] == (dim, 1) else x.float().contiguous() for x in (q, *new)
+        ]
         k, v = (x.data_ptr() for x in rows[1:]) if new else (None, None)
         y, strides = torch.empty(count, heads, dim), (c_long * 3)(*(x.stride(0) for x in rows))
         out = y.data_ptr(), None if mass is None else mass.data_ptr()
@@ -244,7 +246,8 @@ class Halves:
 def quicken(model) -> None:
     """Have a Llama make its steps with the kernels, if they can read it where it is."""
     matrices = [module for module in model.modules() if isinstance(module, Linear)]
-    if not computes(model.device, model.config.head_dim) or not all(map(takes, matrices)):
+    halved = [layer.mlp.gate_up_proj for layer in model.layers]
+    if model.device.type != "cpu" or library() is None or not all([*map(takes, matrices), *map(halves_apart, halved)]):
         return
     most = FEW if cpu_multiplies(model.dtype) else math.inf
     for layer in model.layers:
@@ -259,6 +262,11 @@ def takes(linear: Linear) -> bool:
     if not isinstance(linear, Int4Linear):
         return True
     return linear.dtype is torch.bfloat16 and rows_in_a_block() == block()
+
+
+def halves_apart(linear: Linear) -> bool:
+    """Whether the first outputs of a matrix and the last ones are in blocks of their own."""
+    return not isinstance(linear, Int4Linear) or linear.outputs // 2 % block() == 0
 
 
 def block() -> int:

@@ -243,7 +243,7 @@ class PagedBatch:
         return torch.cat(y)
 
     def _newest(self, layer: int, q: Tensor) -> list[Tensor]:
-        """Attention of the first sequences, which bring one token each, q [B, Hq, D] -> tensors that join to the same."""
+        """Attention of the first sequences, of one token each, q [B, Hq, D] -> tensors that join to the same."""
         pairs = zip(self.sequences, q.split(1), strict=False)
         return [sequence._look(layer, one, one, one) for sequence, one in pairs]
 

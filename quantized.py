@@ -11,7 +11,6 @@ from torch import Tensor
 import native
 from seam import CacheFull, KVCache
 
-
 PACKED, RECENT = range(2)  # the memories of a layer
 
 

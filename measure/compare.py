@@ -149,9 +149,11 @@ def restore(subject: Subject, tokens: int) -> dict[str, float]:
 
 # ---- many answers
 
+ANSWER = 128  # tokens
+
 
 def together(subject: Subject, rounds: int) -> dict[str, float]:
-    """Measure 16 answers of 32 tokens, to prompts of 8 to 128, one by one and together: tokens per second, medians of
+    """Measure 16 answers of 128 tokens, to prompts of 8 to 128, one by one and together: tokens per second, medians of
     interleaved rounds. And what 64 sequences of mixed lengths reserve but do not use, in pages and in one slab each."""
     import torch
 
@@ -162,7 +164,7 @@ def together(subject: Subject, rounds: int) -> dict[str, float]:
 
     model, rng = subject.model(), torch.Generator().manual_seed(0)
     config, context = model.config, min(model.config.max_position_embeddings, 2048)
-    sampling, runs = Sampling(temperature=0, max_tokens=32), {"one by one": [], "together": []}
+    sampling, runs = Sampling(temperature=0, max_tokens=ANSWER), {"one by one": [], "together": []}
 
     def prompts(count: int) -> list[list[int]]:
         lengths = [8 + 120 * i // (count - 1) for i in range(count)]
@@ -188,8 +190,8 @@ def together(subject: Subject, rounds: int) -> dict[str, float]:
         while batch.busy:
             batch.step()
         if turn:
-            runs["one by one"].append(16 * 32 / (middle - start))
-            runs["together"].append(16 * 32 / (perf_counter() - middle))
+            runs["one by one"].append(16 * ANSWER / (middle - start))
+            runs["together"].append(16 * ANSWER / (perf_counter() - middle))
 
     # What is reserved does not depend on the layers, so one is enough.
     one = replace(config, num_hidden_layers=1, windows=(None,), rotary=(True,))

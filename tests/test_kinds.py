@@ -111,7 +111,10 @@ class Machine(RuleBasedStateMachine):
     def sizes(self):
         assert self.cache.length == self.cache.held == len(self.plain.held[0])
         if self.kind in EXACT and self.kind != "window":
-            assert self.cache.bytes_used == self.cache.length * self.config.num_hidden_layers * 2 * 2 * self.config.head_dim * 4
+            assert (
+                self.cache.bytes_used
+                == self.cache.length * self.config.num_hidden_layers * 2 * 2 * self.config.head_dim * 4
+            )
 
 
 @pytest.mark.parametrize("kind", WHOLE)
