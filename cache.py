@@ -368,7 +368,7 @@ class StagedCache(OffloadCache):
         self, config, capacity: int, device: str | torch.device, dtype: torch.dtype, folder: Path | None = None
     ):
         super().__init__(config, capacity, device, dtype, folder)
-        self._held = None  # what is attended lies in a window
+        self._kernels = None  # what is attended lies in a window
         self._windows = [torch.empty(self.keys_values.shape[1:], dtype=dtype, device=device) for _ in range(2)]
         self._coming: int | None = None  # the layer that is in the second window, or on its way
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None

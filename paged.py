@@ -226,7 +226,7 @@ class PagedBatch:
 
     @staticmethod
     def of(sequences: list[PagedCache]) -> PagedBatch:
-        """Their pass, on the kernels of flash.py or native.c where they run."""
+        """Their pass, on the kernels of flash.py or native.py where they run."""
         if sequences[0].device.type == "cuda" and find_spec("triton") is not None:
             return FlashBatch(sequences)
         return (PagedBatch if sequences[0].pool.kernels is None else NativeBatch)(sequences)
@@ -249,7 +249,7 @@ class PagedBatch:
 
 
 class NativeBatch(PagedBatch):
-    """A pass in which the newest tokens of all sequences are one call of a kernel of native.c for each layer."""
+    """A pass in which the newest tokens of all sequences are one call of a kernel of native.py for each layer."""
 
     def __init__(self, sequences: list[PagedCache]):
         super().__init__(sequences)

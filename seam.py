@@ -81,7 +81,7 @@ def attention(q: Tensor, pieces: Iterable[Piece]) -> Tensor:
 
 
 def _is_native(piece: Piece) -> bool:
-    """Whether native.c has a kernel for one query that sees all of a piece."""
+    """Whether native.py has a kernel for one query that sees all of a piece."""
     dense = piece.k.stride(-1) == piece.v.stride(-1) == 1
     return dense and native.computes(piece.k.device, piece.k.shape[-1])
 

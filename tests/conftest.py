@@ -58,7 +58,11 @@ def tiny_folder(folder: Path, initializer_range: float = 0.2, **settings) -> Pat
     shape = {"num_key_value_heads": 2, "max_position_embeddings": 512}
     torch.manual_seed(0)
     config = LlamaConfig(**{**sizes, **ids, **shape, "initializer_range": initializer_range, **settings})
-    LlamaForCausalLM(config).save_pretrained(folder)
+    model = LlamaForCausalLM(config)
+    for name, parameter in model.named_parameters():
+        if name.endswith(".bias"):  # which transformers makes 0
+            torch.nn.init.normal_(parameter, std=initializer_range)
+    model.save_pretrained(folder)
     write_tokenizer(folder)
     return folder
 

@@ -185,6 +185,11 @@ def test_a_cut_is_by_length_and_refuses_what_is_not_there(model):
                 assert cache.bytes_used == length * cache.bytes_per_token
 
 
+def test_kernels_for_a_cpu_do_not_read_what_is_attended_on_a_device(model):
+    """Its memory is the host's, and q, k and v are not."""
+    assert StagedCache(model.config, 64, "cpu", model.dtype)._kernels is None
+
+
 def test_a_pass_that_fails_leaves_the_cache_as_it_was(model, cache, monkeypatch):
     logits_of(model, cache, TOKENS[:50])
     attend = type(cache).attend

@@ -24,7 +24,7 @@ def folders(tmp_path_factory) -> dict[str, str]:
     made, small = tmp_path_factory.mktemp("models"), {"num_hidden_layers": 2}
     for name, (heads, kv_heads) in HEADS.items():
         tiny_folder(made / name, num_attention_heads=heads, num_key_value_heads=kv_heads, **small)
-    tiny_folder(made / "tied", tie_word_embeddings=True, **small)
+    tiny_folder(made / "tied", tie_word_embeddings=True, attention_bias=True, mlp_bias=True, **small)
     tiny_folder(made / "wide", 0.05, hidden_size=256, intermediate_size=256, **small)  # so that 4 bits fit its parts
     return {path.name: str(path) for path in made.iterdir()}
 
