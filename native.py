@@ -49,7 +49,7 @@ def library() -> ctypes.CDLL | None:
         *(c_long, c_long, c_int, c_int),
     ]
     kernels.turn.argtypes = [c_void_p, *[c_long] * 5, c_void_p, c_void_p, c_float, c_void_p, c_void_p, c_int]
-    kernels.attend.argtypes = [*[c_void_p] * 7, c_long, c_void_p, c_void_p, *[c_long] * 3, c_int]
+    kernels.attend.argtypes = [*[c_void_p] * 6, c_long, c_void_p, c_void_p, *[c_long] * 3, c_int]
     return kernels
 
 
@@ -110,13 +110,6 @@ def computes(device: torch.device, head_dim: int) -> bool:
 # ---- the kernels
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """softmax(q kᵀ / √D) v for one query: q [1, Hq, D], k and v [Hkv, S, D], dense along D -> [1, Hq, D] float32, and
-    the logarithm of the sum of exponentials [Hq] float32."""
-    mass = torch.empty(q.shape[1])
-    return Held(len(k), Memory.of(k, v)).attend(q, Stretches([[(0, 0, k.shape[1])]]), mass=mass), mass
-
-
 class Stretches:
     """For each of some queries the tokens that it sees, in order: triples of the memory, of a first slot in it and of
     one behind the last."""
@@ -160,19 +153,18 @@ class Held:
         self._kv_heads, self._memories = kv_heads, (Memory * len(memories))(*memories)
         self._attend = library().attend
 
-    def attend(self, q: Tensor, seen: Stretches, new: tuple[Tensor, Tensor] = (), mass: Tensor | None = None) -> Tensor:
-        """q [N, Hq, D], of N queries -> [N, Hq, D] float32; mass [N, Hq] is filled with the logarithms of the sums of
-        exponentials. ``new`` k and v [N, Hkv, D] are stored first, each in the last slot that its query sees."""
+    def attend(self, q: Tensor, seen: Stretches, new: tuple[Tensor, Tensor] = ()) -> Tensor:
+        """softmax(q kᵀ / √D) v for each of N queries, q [N, Hq, D] -> [N, Hq, D] float32. ``new`` k and v [N, Hkv, D]
+        are stored first, each in the last slot that its query sees."""
         count, heads, dim = q.shape
         rows = [
             x if x.dtype is torch.float32 and x.stride()[1:] == (dim, 1) else x.float().contiguous() for x in (q, *new)
         ]
         k, v = (x.data_ptr() for x in rows[1:]) if new else (None, None)
         y, strides = torch.empty(count, heads, dim), (c_long * 3)(*(x.stride(0) for x in rows))
-        out = y.data_ptr(), None if mass is None else mass.data_ptr()
         where = self._memories, seen.queries, seen.ends, seen.flat
         sizes = self._kv_heads, heads // self._kv_heads, dim, torch.get_num_threads()
-        self._attend(*out, rows[0].data_ptr(), k, v, strides, *where, *sizes)
+        self._attend(y.data_ptr(), rows[0].data_ptr(), k, v, strides, *where, *sizes)
         return y
 
 

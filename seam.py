@@ -62,8 +62,6 @@ def attention(q: Tensor, pieces: Iterable[Piece]) -> Tensor:
     pieces = iter(pieces)
     first, second = next(pieces), next(pieces, None)
     if len(q) == 1 and second is None and first.mask is None:  # a step: the same as below, in as few calls as can be
-        if _is_native(first):
-            return native.attend(q, first.k, first.v)[0].to(q.dtype)
         k, v = first.k.unsqueeze(0), first.v.unsqueeze(0)
         folded = q.to(k.dtype).view(1, k.shape[1], -1, k.shape[-1])
         return scaled_dot_product_attention(folded, k, v).view(q.shape).to(q.dtype)
@@ -78,12 +76,6 @@ def attention(q: Tensor, pieces: Iterable[Piece]) -> Tensor:
             y = torch.lerp(y, more, torch.sigmoid(its_mass - mass)[..., None])
             mass, second = torch.logaddexp(mass, its_mass), next(pieces, None)
     return y.reshape(grouped.shape).permute(2, 0, 1, 3).flatten(1, 2).to(q.dtype)
-
-
-def _is_native(piece: Piece) -> bool:
-    """Whether native.py has a kernel for one query that sees all of a piece."""
-    dense = piece.k.stride(-1) == piece.v.stride(-1) == 1
-    return dense and native.computes(piece.k.device, piece.k.shape[-1])
 
 
 def _fold(q: Tensor, piece: Piece) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -103,9 +95,6 @@ def _fold(q: Tensor, piece: Piece) -> tuple[Tensor, Tensor, Tensor, Tensor | Non
 
 def _partial(q: Tensor, piece: Piece) -> tuple[Tensor, Tensor]:
     """Attention over one piece, float32 [Hkv, group, T, D], and the logarithm of its mass [Hkv, group, T]."""
-    if q.shape[2] == 1 and piece.mask is None and not piece.causal and _is_native(piece):
-        y, mass = native.attend(q.reshape(1, -1, q.shape[-1]), piece.k, piece.v)
-        return y.view(q.shape), mass.view(q.shape[:-1])
     (*folded, mask), aten = _fold(q, piece), torch.ops.aten
     if q.device.type == "cpu":
         y, mass = aten._scaled_dot_product_flash_attention_for_cpu(*folded, 0.0, piece.causal, attn_mask=mask)

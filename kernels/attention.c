@@ -150,11 +150,11 @@ static void keep(const struct memory *m, const float *k, const float *v, long h,
     narrow(m->v + (h * m->v_head + slot * m->v_token) * size_of[m->kind], v, m->kind, D);
 }
 
-/* softmax(q kᵀ / √D) v for each of some queries of kv_heads · group heads -> y [queries, heads, D], and the logarithm of
- * the sum of exponentials in mass [queries, heads]. Query i looks at the stretches from ends[i - 1] to ends[i].
- * Where new_k and new_v are given, they are stored first, each query's in the last slot that it looks at. Rows, of q,
- * new_k and new_v, in elements. Long stretches are split, so that few heads keep all threads busy (flash-decoding). */
-void attend(float *y, float *mass, const float *q, const float *new_k, const float *new_v, const long *rows,
+/* softmax(q kᵀ / √D) v for each of some queries of kv_heads · group heads -> y [queries, heads, D]. Query i looks at the
+ * stretches from ends[i - 1] to ends[i]. Where new_k and new_v are given, they are stored first, each query's in the
+ * last slot that it looks at. Rows, of q, new_k and new_v, in elements. Long stretches are split, so that few heads keep
+ * all threads busy (flash-decoding). */
+void attend(float *y, const float *q, const float *new_k, const float *new_v, const long *rows,
             const struct memory *memories, long queries, const long *ends, const struct stretch *stretches,
             long kv_heads, long group, long D, int threads) {
     const long heads = kv_heads * group, width = D + 2, last_end = ends[queries - 1];
@@ -203,7 +203,6 @@ void attend(float *y, float *mass, const float *q, const float *new_k, const flo
                 for (long j = 0; j < D; j++) y[j] += weight * part[j];
             }
             for (long j = 0; j < D; j++) y[j] /= all;
-            if (mass) *mass++ = top + __builtin_logf(all);
         }
     }
     free(parts);
