@@ -233,6 +233,8 @@ def open_session(args: argparse.Namespace, name: str | None = None):
         raise ChatError("--sinks moves tokens to other positions, which this model's dynamic ones do not allow")
     kept = make(kind, llama, context, **options)
     note_long(context, llama.config)
+    if kind == "window" and not any(llama.config.windows):
+        note("this model has no sliding windows, so that --cache window keeps all, as contiguous does")
     session = (VerifyingSession if args.verify else Session)(llama, kept, tokenizer)
     if args.compile and llama.world > 1:
         raise ChatError("--compile does not go with several ranks")

@@ -137,6 +137,11 @@ def test_every_kind_of_cache_is_at_hand_and_answers_alike(run, tiny_gqa, tmp_pat
     assert (other[0]["cache"]["kind"], other[-1]["text"]) == (kind, plain[-1]["text"])
 
 
+def test_a_window_that_the_model_has_not_is_told(run, tiny_gqa):
+    assert "no sliding windows" in run("--model", tiny_gqa, "--cache", "window", "-p", "hi", "-n", "2")[2]
+    assert "no sliding windows" not in run("--model", tiny_gqa, "-p", "hi", "-n", "2")[2]
+
+
 def test_a_cache_in_a_file_and_one_with_sinks_are_asked_for_by_their_own_options(run, tiny_gqa, tmp_path):
     options = ("--model", tiny_gqa, "-p", "hi", "--temp", 0, "--dtype", "float32", "-n")
     plain = run(*options, 16)[1]
