@@ -176,7 +176,7 @@ def held(layers: Iterable[tuple[Tensor, Tensor]]) -> list[Held] | None:
 
 
 class Product:
-    """What a Linear, with the norm before it if there is one, makes of a few tokens; all in float32."""
+    """What a Linear, with the norm before it if there is one, makes of some tokens; all in float32."""
 
     def __init__(self, linear: Linear, norm: nn.Module | None = None, ending: int = SET):
         self.linear = linear
@@ -223,7 +223,7 @@ def stored(linear: Linear) -> tuple[Tensor, int, Tensor | None]:
 
 
 class Halves:
-    """A layer's ``before`` and ``after``, for a few tokens."""
+    """A layer's ``before`` and ``after``."""
 
     def __init__(self, layer):
         attention, mlp = layer.self_attn, layer.mlp

@@ -82,16 +82,16 @@ static void tile_of(float *sums, int V, int block, const float *w, const float *
     else tile(sums, 2, w, STRIDE, 1, x, n, goes_on, next, next_row, size);
 }
 
-/* Outputs first to last (not included), of inputs from to to, as floats: input after input for each output, STRIDE
- * apart; or those in 4 bits output after output for each input, ROOM apart. */
+/* The weights of outputs first to last (not included) for n inputs, the first being `from`, as floats: input after input
+ * for each output, outputs STRIDE apart. */
 SPECIAL void widen_rows(float *to, const struct matrix *m, enum kind kind, long first, long last, long from, long n) {
     for (long row = first; row < last; row++)
         widen(to + (row - first) * STRIDE, (const char *)m->weight + (row * m->n + from) * size_of[kind], kind, n);
 }
 
-/* As torch's kernel for CPUs has them: a block of 4 · LANES outputs lies together, input after input, and in a byte one
- * output of the block's first half below and one of the second above; steps [n / 32, outputs] hold a step below and a
- * middle above, each a bfloat16. */
+/* The same in 4 bits: output after output for each input, inputs ROOM apart. As torch's kernel for CPUs has it, a block of
+ * 4 · LANES outputs lies together, input after input, and in a byte one output of the block's first half below and one
+ * of the second above; steps [n / 32, outputs] hold a step below and a middle above, each a bfloat16. */
 SPECIAL void widen_block(float *to, const struct matrix *m, long first, long from, long n) {
     const uint8_t *packed = (const uint8_t *)m->weight + (first * m->n / 2) + from * 2 * LANES;
     const uint32_t *steps = m->steps;
@@ -191,6 +191,7 @@ static void finish(float *y, float *sums, long T, long width, const struct matri
         }
 }
 
+/* One token: nothing that is read serves twice. */
 static void one(float *y, const float *x, const float *norm, float eps, const struct matrix *m, enum ending ending,
                 int threads) {
     float *in = malloc(padded(m->n) * sizeof *in);
@@ -219,6 +220,8 @@ static void one(float *y, const float *x, const float *norm, float eps, const st
 
 static _Thread_local float wide[ROOM * STRIDE], summed[TILES * ROOM * 2 * LANES];
 
+/* All threads take pieces of the outputs, for as many tiles of tokens as stay near; a piece of a SwiGLU is as many of its
+ * gates as of what they let through, `apart` rows of sums from each other. */
 static void many(float *y, const float *x, long T, const float *norm, float eps, const struct matrix *m,
                  enum ending ending, int threads) {
     const int V = T <= LANES ? 1 : 2, block = m->kind == I4, size = block ? 0 : size_of[m->kind];
