@@ -3,7 +3,7 @@
 
 #include "vectors.h"
 
-/* The inverse, rounded to the nearest. */
+/* The inverse of `widen`: floats as they are stored, rounded to the nearest. */
 SPECIAL void narrow(void *to, const float *from, enum kind kind, long n) {
     for (long i = 0; i < n; i++) {
         uint32_t bits;

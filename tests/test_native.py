@@ -343,7 +343,8 @@ def test_weights_that_the_kernels_cannot_read_are_left_to_torch(folders, monkeyp
 def test_gate_and_up_in_one_block_of_4_bits_are_left_to_torch(monkeypatch):
     made = Int4Linear(32, 192)
     assert native.halves_apart(made) == (96 % native.block() == 0)
-    monkeypatch.setattr(native, "block", lambda: 64)  # as with vectors of 512 bits
+    for name in ("block", "rows_in_a_block"):  # as with vectors of 512 bits
+        monkeypatch.setattr(native, name, lambda: 64)
     assert not native.halves_apart(made) and native.halves_apart(Int4Linear(32, 256))
     model = random_model(Config(64, 64, 96, 1, 2), dtype=torch.bfloat16, quantize="int4")
     assert "before" not in vars(model.layers[0])
