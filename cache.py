@@ -349,6 +349,9 @@ class OffloadCache(ContiguousCache):
             self._advise(mmap.MADV_DONTNEED, layer)
         return y
 
+    def where_for_kernels(self, tokens: int) -> list[tuple[native.Held, native.Seen]] | None:
+        return super().where_for_kernels(tokens) if self._map is None else None  # of a file, layer by layer
+
     def _advise(self, advice: int, layer: int) -> None:
         """Tell the system what becomes of a layer's part of the file; whole pages of it."""
         size = self.keys_values[0].nbytes

@@ -434,15 +434,13 @@ class Session:
     def compile(self) -> tuple[float, float, float]:
         """Have torch compile the steps, before anything is said, and keep that if it gains: the seconds that it took,
         and tokens per second before and after, measured."""
-        layers, before, start = self.model.layers, self._speed(), perf_counter()
-        steps = [(layer.before, layer.after) for layer in layers]
-        self.model.compile_steps()
+        before, start = self._speed(), perf_counter()
+        undo = self.model.compile_steps()
         self._recapture()
         self._speed()
         seconds, after = perf_counter() - start, self._speed()
         if after < before:
-            for layer, usual in zip(layers, steps, strict=True):
-                layer.before, layer.after = usual
+            undo()
             self._recapture()
         return seconds, before, after
 

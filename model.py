@@ -449,8 +449,10 @@ class Llama(nn.Module):
     @torch.inference_mode()
     def forward(self, tokens: Tensor, kv_cache) -> Tensor:
         """tokens [T] int64, after ``cache.extend(T)`` -> hidden [T, hidden_size] float32."""
-        cos, sin = self.rotary(kv_cache.positions)
-        x = self.embed_tokens.rows(tokens)
+        return self.through(self.embed_tokens.rows(tokens), *self.rotary(kv_cache.positions), kv_cache)
+
+    def through(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache) -> Tensor:
+        """All layers, x [T, hidden_size] float32 -> the same."""
         for layer in self.layers:
             x = layer(x, cos, sin, kv_cache)
         return x
@@ -460,13 +462,22 @@ class Llama(nn.Module):
         """hidden [T, hidden_size] -> logits [T, vocab_size] float32."""
         return self.lm_head(self.norm(hidden)).float()
 
-    def compile_steps(self) -> None:
+    def compile_steps(self) -> Callable[[], None]:
         """Have torch.compile fuse the small operations of each layer, in passes of one token from now on. The first of
-        them takes as long as the compiling, once for all layers that are alike."""
+        them takes as long as the compiling, once for all layers that are alike. Returns what takes it back."""
+        through, halves = self.through, [(layer.before, layer.after) for layer in self.layers]
         before, after = (torch.compile(half, dynamic=False) for half in (Layer.before, Layer.after))
+        self.through = partial(Llama.through, self)
         for layer in self.layers:
             layer.before = native.for_few(partial(before, layer), layer.before, 1)
             layer.after = native.for_few(partial(after, layer), layer.after, 1)
+
+        def undo() -> None:
+            self.through = through
+            for layer, usual in zip(self.layers, halves, strict=True):
+                layer.before, layer.after = usual
+
+        return undo
 
     @property
     def dtype(self) -> torch.dtype:

@@ -44,12 +44,7 @@ def library() -> ctypes.CDLL | None:
         kernels = ctypes.CDLL(str(built()))
     except (OSError, RuntimeError, subprocess.SubprocessError):  # a person may have no home
         return None
-    kernels.product.argtypes = [
-        *(c_void_p, c_void_p, c_long, c_void_p, c_float, c_void_p, c_int, c_void_p, c_void_p),
-        *(c_long, c_long, c_int, c_int),
-    ]
-    kernels.turn.argtypes = [c_void_p, *[c_long] * 5, c_void_p, c_void_p, c_float, c_void_p, c_void_p, c_int]
-    kernels.attend.argtypes = [*[c_void_p] * 6, c_long, c_void_p, c_void_p, *[c_long] * 3, c_int]
+    kernels.perform.argtypes = [c_void_p, c_long, c_int]
     return kernels
 
 
@@ -107,17 +102,64 @@ def computes(device: torch.device, head_dim: int) -> bool:
     return device.type == "cpu" and library() is not None and head_dim % library().lanes() == 0 and head_dim <= 1024
 
 
-# ---- the kernels
+# ---- jobs for the kernels, as they have them
 
 
-class Stretches:
-    """For each of some queries the tokens that it sees, in order: triples of the memory, of a first slot in it and of
+class Job(ctypes.Structure):
+    """Tensors are given by their addresses, and whoever makes a job keeps them until it is performed."""
+
+    _fields_ = [("run", c_void_p)]
+
+    def __init__(self, *arguments):
+        super().__init__(_address(type(self).__name__.lower()), *arguments)
+
+
+@cache
+def _address(name: str) -> int:
+    return ctypes.cast(library()[name], c_void_p).value
+
+
+class Product(Job):
+    _fields_ = [
+        *(("weight", c_void_p), ("kind", c_long), ("steps", c_void_p), ("bias", c_void_p)),
+        *(("outputs", c_long), ("inputs", c_long), ("norm", c_void_p), ("eps", c_float)),
+        *(("y", c_void_p), ("x", c_void_p), ("tokens", c_long), ("ending", c_long)),
+    ]
+
+
+class Turn(Job):
+    _fields_ = [
+        *(("x", c_void_p), *((name, c_long) for name in ("tokens", "width", "heads", "kv_heads", "head_dim"))),
+        *(("q_norm", c_void_p), ("k_norm", c_void_p), ("eps", c_float), ("cos", c_void_p), ("sin", c_void_p)),
+    ]
+
+
+class Attend(Job):
+    _fields_ = [
+        *((name, c_void_p) for name in ("y", "q", "k", "v")),
+        *(("rows", c_long * 3), ("memories", c_void_p), ("seen", c_void_p)),
+        *((name, c_long) for name in ("kv_heads", "group", "head_dim")),
+    ]
+
+
+def perform(jobs: list[Job]) -> None:
+    """Each after the one before it. All threads work at each, and stay together from the first to the last."""
+    library().perform((c_void_p * len(jobs))(*map(ctypes.addressof, jobs)), len(jobs), torch.get_num_threads())
+
+
+# ---- attention
+
+
+class Seen(ctypes.Structure):
+    """For each of some queries the tokens that it sees, in order: stretches of the memory, of a first slot in it and of
     one behind the last."""
 
+    _fields_ = [("queries", c_long), ("ends", c_void_p), ("stretches", c_void_p)]
+
     def __init__(self, of: list[list[tuple[int, int, int]]]):
-        self.queries, flat = len(of), [number for triples in of for triple in triples for number in triple]
-        self.ends = (c_long * len(of))(*accumulate(map(len, of)))
-        self.flat = (c_long * len(flat))(*flat)
+        flat = [number for triples in of for triple in triples for number in triple]
+        self._kept = (c_long * len(of))(*accumulate(map(len, of))), (c_long * len(flat))(*flat)
+        super().__init__(len(of), *map(ctypes.addressof, self._kept))
 
 
 class Memory(ctypes.Structure):
@@ -151,21 +193,25 @@ class Held:
 
     def __init__(self, kv_heads: int, *memories: Memory):
         self._kv_heads, self._memories = kv_heads, (Memory * len(memories))(*memories)
-        self._attend = library().attend
 
-    def attend(self, q: Tensor, seen: Stretches, new: tuple[Tensor, Tensor] = ()) -> Tensor:
+    def attend(self, q: Tensor, seen: Seen, new: tuple[Tensor, Tensor] = ()) -> Tensor:
         """softmax(q kᵀ / √D) v for each of N queries, q [N, Hq, D] -> [N, Hq, D] float32. ``new`` k and v [N, Hkv, D]
         are stored first, each in the last slot that its query sees."""
-        count, heads, dim = q.shape
         rows = [
-            x if x.dtype is torch.float32 and x.stride()[1:] == (dim, 1) else x.float().contiguous() for x in (q, *new)
+            x if x.dtype is torch.float32 and x.stride()[1:] == (x.shape[2], 1) else x.float().contiguous()
+            for x in (q, *new)
         ]
-        k, v = (x.data_ptr() for x in rows[1:]) if new else (None, None)
-        y, strides = torch.empty(count, heads, dim), (c_long * 3)(*(x.stride(0) for x in rows))
-        where = self._memories, seen.queries, seen.ends, seen.flat
-        sizes = self._kv_heads, heads // self._kv_heads, dim, torch.get_num_threads()
-        self._attend(y.data_ptr(), rows[0].data_ptr(), k, v, strides, *where, *sizes)
+        y = torch.empty(q.shape)
+        perform([self.job(y, seen, *rows)])
         return y
+
+    def job(self, y: Tensor, seen: Seen, q: Tensor, k: Tensor | None = None, v: Tensor | None = None) -> Attend:
+        """Of float32 tensors, each row of heads dense."""
+        _, heads, dim = q.shape
+        addresses = (x if x is None else x.data_ptr() for x in (y, q, k, v))
+        rows = (c_long * 3)(*(0 if x is None else x.stride(0) for x in (q, k, v)))
+        where = ctypes.addressof(self._memories), ctypes.addressof(seen)
+        return Attend(*addresses, rows, *where, self._kv_heads, heads // self._kv_heads, dim)
 
 
 def held(layers: Iterable[tuple[Tensor, Tensor]]) -> list[Held] | None:
@@ -175,39 +221,34 @@ def held(layers: Iterable[tuple[Tensor, Tensor]]) -> list[Held] | None:
     return [Held(len(keys), Memory.of(keys, values)) for keys, values in layers] if serve else None
 
 
-class Product:
-    """What a Linear, with the norm before it if there is one, makes of some tokens; all in float32."""
+# ---- products
+
+
+class Matrix:
+    """A Linear as the kernels multiply by it, with the norm before it if there is one."""
 
     def __init__(self, linear: Linear, norm: nn.Module | None = None, ending: int = SET):
-        self.linear = linear
+        self.linear, self._ending = linear, ending
         weight, kind, steps = stored(linear)
         scale = steps.float() if kind == INT8 else steps
-        bias, alone = None if linear.bias is None else linear.bias.float(), linear.part is WHOLE
-        self._late = None if alone else bias  # what ranks bring together has it once
-        self._kept = weight, scale, bias if alone else None, norm and norm.weight
+        bias, self.alone = None if linear.bias is None else linear.bias.float(), linear.part is WHOLE
+        self._late = None if self.alone else bias  # what ranks bring together has it once
+        self._kept = weight, scale, bias if self.alone else None, norm and norm.weight
         weight, scale, bias, norm_weight = (tensor if tensor is None else tensor.data_ptr() for tensor in self._kept)
-        self._outputs = linear.outputs // 2 if ending == SWIGLU else linear.outputs
-        self._norm = norm_weight, norm.eps if norm else 0.0
-        self._matrix = weight, kind, scale, bias, linear.outputs, linear.inputs
-        self._ending, self._product = ending, library().product
+        self.outputs = linear.outputs // 2 if ending == SWIGLU else linear.outputs
+        sizes = linear.outputs, linear.inputs
+        self._matrix = weight, kind, scale, bias, *sizes, norm_weight, norm.eps if norm else 0.0
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, in] float32 -> [T, out] float32, of all ranks."""
-        y = torch.empty(x.shape[0], self._outputs)
-        self._into(y, x, self._ending)
+        y = torch.empty(len(x), self.outputs)
+        perform([self.job(y, x := x.contiguous())])
         y = self.linear.part.join(y)
         return y if self._late is None else y + self._late
 
-    def add(self, y: Tensor, x: Tensor) -> None:
-        """Add it to y [T, out], where that stands."""
-        if self.linear.part is WHOLE:
-            self._into(y, x, ADD)
-        else:
-            y += self(x)
-
-    def _into(self, y: Tensor, x: Tensor, ending: int) -> None:
-        x, threads = x.contiguous(), torch.get_num_threads()
-        self._product(y.data_ptr(), x.data_ptr(), x.shape[0], *self._norm, *self._matrix, ending, threads)
+    def job(self, y: Tensor, x: Tensor, ending: int | None = None) -> Product:
+        """This rank's product into y [T, out], of x [T, in], both float32 and dense."""
+        return Product(*self._matrix, y.data_ptr(), x.data_ptr(), len(x), self._ending if ending is None else ending)
 
 
 def stored(linear: Linear) -> tuple[Tensor, int, Tensor | None]:
@@ -219,37 +260,82 @@ def stored(linear: Linear) -> tuple[Tensor, int, Tensor | None]:
     return linear.weight, KINDS[linear.dtype], None
 
 
-# ---- a model's steps
+# ---- a model's passes
 
 
 class Halves:
-    """A layer's ``before`` and ``after``."""
+    """A layer's ``before`` and ``after``, for any cache."""
 
     def __init__(self, layer):
         attention, mlp = layer.self_attn, layer.mlp
-        self.qkv = Product(attention.qkv_proj, layer.input_layernorm)
-        self.o = Product(attention.o_proj)
-        self.gate_up = Product(mlp.gate_up_proj, layer.post_attention_layernorm, SWIGLU)
-        self.down = Product(mlp.down_proj)
+        self.qkv = Matrix(attention.qkv_proj, layer.input_layernorm)
+        self.o = Matrix(attention.o_proj)
+        self.gate_up = Matrix(mlp.gate_up_proj, layer.post_attention_layernorm, SWIGLU)
+        self.down = Matrix(mlp.down_proj)
         self.heads, self.kv_heads, self.dim = attention.heads, attention.kv_heads, attention.head_dim
         self.norms, self.turned = (attention.q_norm, attention.k_norm), attention.turned
 
     def before(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        qkv, (q_norm, k_norm) = self.qkv(x), self.norms
-        if self.turned or q_norm is not None:
-            library().turn(
-                *(qkv.data_ptr(), *qkv.shape, self.heads, self.kv_heads, self.dim),
-                *((q_norm.weight.data_ptr(), k_norm.weight.data_ptr(), q_norm.eps) if q_norm else (None, None, 0)),
-                *((cos.data_ptr(), sin.data_ptr()) if self.turned else (None, None)),
-                torch.get_num_threads(),
-            )
-        return qkv.view(x.shape[0], -1, self.dim).split_with_sizes((self.heads, self.kv_heads, self.kv_heads), 1)
+        qkv = torch.empty(len(x), self.qkv.outputs)
+        perform(self.jobs_before(qkv, x, cos, sin))
+        return self.split(qkv)
 
     def after(self, x: Tensor, y: Tensor) -> Tensor:
         """Adds to x where that stands, and returns it."""
-        self.o.add(x, y.float())
-        self.down.add(x, self.gate_up(x))
+        y = y.float().contiguous()
+        if self.o.alone:
+            inner = torch.empty(len(x), self.gate_up.outputs)
+            perform(self.jobs_after(x, y, inner))
+            return x
+        x += self.o(y.flatten(1))
+        x += self.down(self.gate_up(x))
         return x
+
+    def jobs_before(self, qkv: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> list[Job]:
+        product, (q_norm, k_norm) = self.qkv.job(qkv, x), self.norms
+        if not self.turned and q_norm is None:
+            return [product]
+        sizes = *qkv.shape, self.heads, self.kv_heads, self.dim
+        norms = (q_norm.weight.data_ptr(), k_norm.weight.data_ptr(), q_norm.eps) if q_norm else (None, None, 0)
+        places = (cos.data_ptr(), sin.data_ptr()) if self.turned else (None, None)
+        return [product, Turn(qkv.data_ptr(), *sizes, *norms, *places)]
+
+    def jobs_after(self, x: Tensor, y: Tensor, inner: Tensor) -> list[Job]:
+        return [self.o.job(x, y, ADD), self.gate_up.job(inner, x), self.down.job(x, inner, ADD)]
+
+    def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        heads = self.heads, self.kv_heads, self.kv_heads
+        return qkv.view(len(qkv), -1, self.dim).split_with_sizes(heads, 1)
+
+
+class Layers:
+    """All layers, in one call where the kernels attend too: between two calls from Python, a processor that could read
+    weights does nothing."""
+
+    def __init__(self, layers: list[Halves], usual):
+        self._layers, self._usual, self._tokens = layers, usual, 0
+
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache) -> Tensor:
+        if (where := kv_cache.where_for_kernels(len(x))) is None:
+            return self._usual(x, cos, sin, kv_cache)
+        if len(x) != self._tokens:
+            self._make(*(torch.empty_like(value, memory_format=torch.contiguous_format) for value in (x, cos, sin)))
+        for mine, new in zip(self._given, (x, cos, sin), strict=True):
+            mine.copy_(new)
+        jobs = []
+        for (before, after), (held, seen) in zip(self._jobs, where, strict=True):
+            jobs += (*before, held.job(self._y, seen, *self._qkv), *after)
+        perform(jobs)
+        return self._given[0].clone()
+
+    def _make(self, x: Tensor, cos: Tensor, sin: Tensor) -> None:
+        """What is the same in each pass of so many tokens."""
+        first, self._tokens, self._given = self._layers[0], len(x), (x, cos, sin)
+        qkv, self._inner = (torch.empty(len(x), matrix.outputs) for matrix in (first.qkv, first.gate_up))
+        self._qkv, self._y = first.split(qkv), torch.empty(len(x), first.heads, first.dim)
+        self._jobs = [
+            (layer.jobs_before(qkv, x, cos, sin), layer.jobs_after(x, self._y, self._inner)) for layer in self._layers
+        ]
 
 
 def quicken(model) -> None:
@@ -258,12 +344,13 @@ def quicken(model) -> None:
     halved = [layer.mlp.gate_up_proj for layer in model.layers]
     if model.device.type != "cpu" or library() is None or not all([*map(takes, matrices), *map(halves_apart, halved)]):
         return
-    most = FEW if cpu_multiplies(model.dtype) else math.inf
-    for layer in model.layers:
-        halves = Halves(layer)
+    most, layers = FEW if cpu_multiplies(model.dtype) else math.inf, [Halves(layer) for layer in model.layers]
+    for layer, halves in zip(model.layers, layers, strict=True):
         layer.before = for_few(halves.before, layer.before, most)
         layer.after = for_few(halves.after, layer.after, most)
-    model.head = for_few(Product(model.lm_head, model.norm), model.head, most)
+    if all(layer.o.alone for layer in layers):
+        model.through = Layers(layers, model.through)
+    model.head = for_few(Matrix(model.lm_head, model.norm), model.head, most)
 
 
 def takes(linear: Linear) -> bool:

@@ -242,6 +242,9 @@ class PagedBatch:
             y.append(sequence._look(layer, q[part], k[:, part], v[:, part]))
         return torch.cat(y)
 
+    def where_for_kernels(self, tokens: int) -> list[tuple[native.Held, native.Seen]] | None:
+        """As ``KVCache.where_for_kernels``."""
+
     def _newest(self, layer: int, q: Tensor) -> list[Tensor]:
         """Attention of the first sequences, of one token each, q [B, Hq, D] -> tensors that join to the same."""
         pairs = zip(self.sequences, q.split(1), strict=False)
@@ -253,20 +256,25 @@ class NativeBatch(PagedBatch):
 
     def __init__(self, sequences: list[PagedCache]):
         super().__init__(sequences)
-        self._seen: dict[int | None, native.Stretches] = {}  # by a layer's window
+        self._seen: dict[int | None, native.Seen] = {}  # by a layer's window
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if self.singles < len(q):  # prompts among them
             return super().attend(layer, q, k, v)
         return self.pool.kernels[layer].attend(q, self._where(layer), (k, v))
 
+    def where_for_kernels(self, tokens: int) -> list[tuple[native.Held, native.Seen]] | None:
+        if self.singles < tokens:
+            return None
+        return [(held, self._where(layer)) for layer, held in enumerate(self.pool.kernels)]
+
     def _newest(self, layer: int, q: Tensor) -> list[Tensor]:
         return [self.pool.kernels[layer].attend(q, self._where(layer))]
 
-    def _where(self, layer: int) -> native.Stretches:
+    def _where(self, layer: int) -> native.Seen:
         if (window := self.pool.config.windows[layer]) not in self._seen:
             newest = self.sequences[: self.singles]
-            self._seen[window] = native.Stretches([sequence._stretches(layer) for sequence in newest])
+            self._seen[window] = native.Seen([sequence._stretches(layer) for sequence in newest])
         return self._seen[window]
 
 

@@ -225,14 +225,21 @@ class KVCache(ABC):
             return attention(q, (Piece(*kv) for kv in self._read(layer, first, end)))
         return attention(q, self._pieces(layer, first, k, v))
 
-    def _seen(self, layer: int) -> native.Stretches:
+    def where_for_kernels(self, tokens: int) -> list[tuple[native.Held, native.Seen]] | None:
+        """By layer, where that lies which the tokens of the pass see, if kernels store and attend all of it as ``attend``
+        would: then model and cache may meet in one call for all layers."""
+        if tokens > 1 or self._kernels is None:
+            return None
+        return [(held, self._seen(layer)) for layer, held in enumerate(self._kernels)]
+
+    def _seen(self, layer: int) -> native.Seen:
         """Where the tokens lie that a single one sees."""
         if (key := ("seen", self.config.windows[layer])) not in self._worked_out:
-            self._worked_out[key] = native.Stretches([self._stretches(layer)])
+            self._worked_out[key] = native.Seen([self._stretches(layer)])
         return self._worked_out[key]
 
     def _stretches(self, layer: int) -> list[tuple[int, int, int]]:
-        """Those, as native.Stretches has them."""
+        """Those, as native.Seen has them."""
         return [(0, *run) for run in self._runs(layer, self._oldest(layer), self._span[1])]
 
     def _runs(self, layer: int, first: int, last: int) -> list[tuple[int, int]]:

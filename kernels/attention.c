@@ -1,5 +1,5 @@
 /* The attention of single tokens, each over what its sequence holds, of heads whose size D is a multiple of LANES, or in 4
- * bits of twice that. native.py says what the arguments are. */
+ * bits of twice that. */
 
 #include "vectors.h"
 
@@ -150,61 +150,101 @@ static void keep(const struct memory *m, const float *k, const float *v, long h,
     narrow(m->v + (h * m->v_head + slot * m->v_token) * size_of[m->kind], v, m->kind, D);
 }
 
-/* softmax(q kᵀ / √D) v for each of some queries of kv_heads · group heads -> y [queries, heads, D]. Query i looks at the
- * stretches from ends[i - 1] to ends[i]. Where new_k and new_v are given, they are stored first, each query's in the
- * last slot that it looks at. Rows, of q, new_k and new_v, in elements. Long stretches are split, so that few heads keep
- * all threads busy (flash-decoding). */
-void attend(float *y, const float *q, const float *new_k, const float *new_v, const long *rows,
-            const struct memory *memories, long queries, const long *ends, const struct stretch *stretches,
-            long kv_heads, long group, long D, int threads) {
-    const long heads = kv_heads * group, width = D + 2, last_end = ends[queries - 1];
-    long total = 0, pieces = 0;
-    for (long i = 0; i < last_end; i++) total += stretches[i].last - stretches[i].first;
-    const long splits = (8 * threads + kv_heads - 1) / kv_heads, groups = (total / splits + GROUP - 1) / GROUP;
-    const long each = (groups < 4 ? 4 : groups) * GROUP;
-    for (long i = 0; i < last_end; i++) pieces += (stretches[i].last - stretches[i].first + each - 1) / each;
+/* Query i sees the stretches from ends[i - 1] to ends[i]. */
+struct seen {
+    long queries;
+    const long *ends;
+    const struct stretch *stretches;
+};
 
-    struct piece { long query; struct stretch of; } *piece = malloc(pieces * sizeof *piece), *next = piece;
-    float *parts = malloc(sizeof(float) * heads * (pieces * width + queries * D));
-    float *scaled = parts + heads * pieces * width;
+/* softmax(q kᵀ / √D) v for each of some queries of kv_heads · group heads -> y [queries, heads, D]. Where new_k and new_v
+ * are given, they are stored first, each query's in the last slot that it sees. Rows, of q, new_k and new_v, are in
+ * elements. */
+struct attend {
+    struct job job;
+    float *y;
+    const float *q, *new_k, *new_v;
+    long rows[3];
+    const struct memory *memories;
+    const struct seen *seen;
+    long kv_heads, group, D;
+};
+
+/* What is to be looked at, in pieces, those of query i from firsts[i] to firsts[i + 1]; what comes out of each piece and
+ * head; and q / √D. Long stretches are split, so that few heads keep all threads busy (flash-decoding). */
+struct plan {
+    long pieces, *firsts;
+    struct piece { long query; struct stretch of; } *piece;
+    float *parts, *scaled;
+};
+
+static struct plan *planned(const struct attend *a, long threads) {
+    const struct seen *seen = a->seen;
+    const long queries = seen->queries, last = seen->ends[queries - 1], heads = a->kv_heads * a->group, D = a->D;
+    long total = 0, pieces = 0;
+    for (long i = 0; i < last; i++) total += seen->stretches[i].last - seen->stretches[i].first;
+    const long splits = (8 * threads + a->kv_heads - 1) / a->kv_heads, groups = (total / splits + GROUP - 1) / GROUP;
+    const long each = (groups < 2 ? 2 : groups) * GROUP;
+    for (long i = 0; i < last; i++) pieces += (seen->stretches[i].last - seen->stretches[i].first + each - 1) / each;
+
+    struct plan *plan = malloc(sizeof *plan + (queries + 1) * sizeof(long) + pieces * sizeof *plan->piece);
+    plan->pieces = 0, plan->firsts = (long *)(plan + 1), plan->piece = (struct piece *)(plan->firsts + queries + 1);
+    plan->parts = malloc(sizeof(float) * heads * (pieces * (D + 2) + queries * D));
+    plan->scaled = plan->parts + heads * pieces * (D + 2);
     for (long i = 0, at = 0; i < queries; i++) {
-        const struct stretch newest = stretches[ends[i] - 1];
-        for (long h = 0; new_k && h < kv_heads; h++)
-            keep(memories + newest.memory, new_k + i * rows[1] + h * D, new_v + i * rows[2] + h * D, h, newest.last - 1,
-                 D);
-        for (long h = 0; h < heads; h++)
-            for (long j = 0; j < D; j++) scaled[(i * heads + h) * D + j] = q[i * rows[0] + h * D + j] / root(D);
-        for (; at < ends[i]; at++) {
-            struct stretch left = stretches[at];
+        for (plan->firsts[i] = plan->pieces; at < seen->ends[i]; at++) {
+            struct stretch left = seen->stretches[at];
             for (; left.first < left.last; left.first += each) {
+                struct piece *next = plan->piece + plan->pieces++;
                 *next = (struct piece){i, left};
                 if (left.last - left.first > each) next->of.last = left.first + each;
-                next++;
             }
         }
+        for (long j = 0; j < heads * D; j++) plan->scaled[i * heads * D + j] = a->q[i * a->rows[0] + j] / root(D);
+        const struct stretch newest = seen->stretches[seen->ends[i] - 1];
+        for (long h = 0; a->new_k && h < a->kv_heads; h++)
+            keep(a->memories + newest.memory, a->new_k + i * a->rows[1] + h * D, a->new_v + i * a->rows[2] + h * D, h,
+                 newest.last - 1, D);
     }
-#pragma omp parallel for schedule(dynamic) num_threads(threads)
-    for (long task = 0; task < pieces * kv_heads; task++) {
-        const struct piece p = piece[task / kv_heads];
-        const long h = task % kv_heads;
-        look_at(parts + task * group * width, scaled + (p.query * heads + h * group) * D, memories + p.of.memory, h,
-                p.of.first, p.of.last, group, D);
+    plan->firsts[queries] = plan->pieces;
+    return plan;
+}
+
+/* One head's parts, of pieces that lie `apart` from each other, each as heavy as its exponentials. */
+static void merge(float *y, const float *part, const float *end, long apart, long D) {
+    float top = -3e38f, all = 0;
+    for (const float *p = part; p < end; p += apart) top = p[D] > top ? p[D] : top;
+    memset(y, 0, D * sizeof *y);
+    for (; part < end; part += apart) {
+        const float weight = exponential(part[D] - top);
+        all += weight * part[D + 1];
+        for (long j = 0; j < D; j++) y[j] += weight * part[j];
     }
-    for (long i = 0, from = 0, to = 0; i < queries; i++, from = to) {
-        while (to < pieces && piece[to].query == i) to++;
-        for (long h = 0; h < heads; h++, y += D) {
-            const float *first = parts + (from * heads + h) * width, *end = parts + (to * heads + h) * width;
-            float top = -3e38f, all = 0;
-            for (const float *part = first; part < end; part += heads * width) top = part[D] > top ? part[D] : top;
-            memset(y, 0, D * sizeof *y);
-            for (const float *part = first; part < end; part += heads * width) {
-                const float weight = exponential(part[D] - top);
-                all += weight * part[D + 1];
-                for (long j = 0; j < D; j++) y[j] += weight * part[j];
-            }
-            for (long j = 0; j < D; j++) y[j] /= all;
-        }
+    for (long j = 0; j < D; j++) y[j] /= all;
+}
+
+void attend(const struct job *job) {
+    const struct attend *a = (const struct attend *)job;
+    const long heads = a->kv_heads * a->group, D = a->D, apart = heads * (D + 2);
+    struct plan *plan;
+#pragma omp single copyprivate(plan)
+    plan = planned(a, omp_get_num_threads());
+#pragma omp for schedule(dynamic)
+    for (long task = 0; task < plan->pieces * a->kv_heads; task++) {
+        const struct piece p = plan->piece[task / a->kv_heads];
+        const long h = task % a->kv_heads;
+        look_at(plan->parts + task * a->group * (D + 2), plan->scaled + (p.query * heads + h * a->group) * D,
+                a->memories + p.of.memory, h, p.of.first, p.of.last, a->group, D);
     }
-    free(parts);
-    free(piece);
+#pragma omp for schedule(static)
+    for (long i = 0; i < a->seen->queries * heads; i++) {
+        const float *parts = plan->parts + i % heads * (D + 2);
+        const long *firsts = plan->firsts + i / heads;
+        merge(a->y + i * D, parts + firsts[0] * apart, parts + firsts[1] * apart, apart, D);
+    }
+#pragma omp master
+    {
+        free(plan->parts);
+        free(plan);
+    }
 }

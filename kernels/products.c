@@ -1,7 +1,12 @@
-/* Products of a few or many tokens with matrices of weights, and the turning of q and k. native.py says what the
- * arguments are. */
+/* Products of tokens with matrices of weights, and the turning of q and k. */
 
 #include "vectors.h"
+
+/* Some of these after each other. To end a region and begin another takes as long as a small product. */
+void perform(const struct job *const *jobs, long count, int threads) {
+#pragma omp parallel num_threads(threads)
+    for (long i = 0; i < count; i++) jobs[i]->run(jobs[i]);
+}
 
 static float rms_scale(const float *x, float eps, long n) {
     float squares = 0;
@@ -15,7 +20,6 @@ static void rms_norm(float *y, const float *x, const float *weight, float eps, l
     for (long i = 0; i < n; i++) y[i] = x[i] * scale * weight[i];
 }
 
-/* w · x, x being followed by zeros up to the next multiple of LANES. */
 SPECIAL float dot(const void *w, enum kind kind, const float *x, long n) {
     const char *from = w;
     const int step = LANES * size_of[kind];
@@ -28,7 +32,7 @@ SPECIAL float dot(const void *w, enum kind kind, const float *x, long n) {
         d += load(from + 3 * step, kind) * load(x + i + 3 * LANES, F32);
     }
     for (; i + LANES <= n; i += LANES, from += step) a += load(from, kind) * load(x + i, F32);
-    if (i < n) b += load_rest(from, kind, n - i) * load(x + i, F32);
+    if (i < n) b += load_rest(from, kind, n - i) * load_rest(x + i, F32, n - i);
     return sum((a + b) + (c + d));
 }
 
@@ -45,10 +49,21 @@ SPECIAL float dot(const void *w, enum kind kind, const float *x, long n) {
 
 struct matrix {
     const void *weight;
-    enum kind kind;
+    long kind;
     const void *steps;
     const float *bias;
     long outputs, n;
+};
+
+/* y [T, outputs] (=, += or SwiGLU of) weight · x + bias for x [T, n], which is normed first where norm is given. */
+struct product {
+    struct job job;
+    struct matrix matrix;
+    const float *norm;
+    float eps;
+    float *y;
+    const float *x;
+    long T, ending;
 };
 
 /* sums [SUMS / V] rows of V vectors += as many rows of w, an input being `step` behind the one before, times the same n
@@ -168,21 +183,24 @@ static void lay(float *in, const float *x, long T, const float *norm, float eps,
                 }
 }
 
+/* sums [rows, width] of the outputs from `first` on, in whole steps until now, are made products. */
+static void scale(float *sums, long width, const struct matrix *m, long first, long rows) {
+    const float *steps = m->kind == I8 ? m->steps : NULL;
+    for (long r = 0; (steps || m->bias) && r < rows; r++) {
+        const float step = steps ? steps[first + r] : 1, bias = m->bias ? m->bias[first + r] : 0;
+        for (long t = 0; t < width; t++) sums[r * width + t] = sums[r * width + t] * step + bias;
+    }
+}
+
 /* y [T, kept] (=, += or SwiGLU of) sums [rows, width] from output `first` on, SwiGLU's other factor `apart` rows on. */
 static void finish(float *y, float *sums, long T, long width, const struct matrix *m, enum ending ending, long first,
                    long rows, long apart) {
     const long kept = ending == SWIGLU ? m->outputs / 2 : m->outputs;
-    const float *steps = m->kind == I8 ? m->steps : NULL;
-    for (long r = 0; r < rows; r++) {
-        const long output = first + r;
-        float *row = sums + r * width;
-        const float step = steps ? steps[output] : 1, bias = m->bias ? m->bias[output] : 0;
-        for (long t = 0; t < width; t++) row[t] = row[t] * step + bias;
-        if (ending == SWIGLU) {
-            const float *up = row + apart * width;
-            const float its_step = steps ? steps[kept + output] : 1, its_bias = m->bias ? m->bias[kept + output] : 0;
-            for (long t = 0; t < width; t++) row[t] = row[t] / (1 + exponential(-row[t])) * (up[t] * its_step + its_bias);
-        }
+    scale(sums, width, m, first, rows);
+    if (ending == SWIGLU) {
+        float *up = sums + apart * width;
+        scale(up, width, m, kept + first, rows);
+        for (long i = 0; i < rows * width; i++) sums[i] = sums[i] / (1 + exponential(-sums[i])) * up[i];
     }
     for (long t = 0; t < T; t++)
         for (long r = 0; r < rows; r++) {
@@ -192,103 +210,110 @@ static void finish(float *y, float *sums, long T, long width, const struct matri
 }
 
 /* One token: nothing that is read serves twice. */
-static void one(float *y, const float *x, const float *norm, float eps, const struct matrix *m, enum ending ending,
-                int threads) {
-    float *in = malloc(padded(m->n) * sizeof *in);
-    if (norm) rms_norm(in, x, norm, eps, m->n);
-    else memcpy(in, x, m->n * sizeof *x);
-    memset(in + m->n, 0, (padded(m->n) - m->n) * sizeof *x);
-    const long halves = ending == SWIGLU ? 2 : 1, kept = m->outputs / halves, piece = m->kind == I4 ? 4 * LANES : 16;
-#pragma omp parallel for schedule(static) num_threads(threads)
+static void one(const struct product *p) {
+    const struct matrix *m = &p->matrix;
+    float *normed = p->norm ? malloc(m->n * sizeof *normed) : NULL;
+    if (normed) rms_norm(normed, p->x, p->norm, p->eps, m->n);
+    const float *x = normed ? normed : p->x;
+    const long halves = p->ending == SWIGLU ? 2 : 1, kept = m->outputs / halves, piece = m->kind == I4 ? 4 * LANES : 16;
+#pragma omp for schedule(static)
     for (long first = 0; first < kept; first += piece) {
         float sums[8 * LANES];
         const long rows = kept - first < piece ? kept - first : piece;
         for (long h = 0; h < halves; h++) {
             const long row = first + h * kept;
             switch (m->kind) { /* so that each has a loop of its own */
-            case F32: single(sums + h * rows, in, m, F32, row, row + rows); break;
-            case F16: single(sums + h * rows, in, m, F16, row, row + rows); break;
-            case BF16: single(sums + h * rows, in, m, BF16, row, row + rows); break;
-            case I8: single(sums + h * rows, in, m, I8, row, row + rows); break;
-            default: single_block(sums + h * rows, in, m, row);
+            case F32: single(sums + h * rows, x, m, F32, row, row + rows); break;
+            case F16: single(sums + h * rows, x, m, F16, row, row + rows); break;
+            case BF16: single(sums + h * rows, x, m, BF16, row, row + rows); break;
+            case I8: single(sums + h * rows, x, m, I8, row, row + rows); break;
+            default: single_block(sums + h * rows, x, m, row);
             }
         }
-        finish(y, sums, 1, 1, m, ending, first, rows, rows);
+        finish(p->y, sums, 1, 1, m, p->ending, first, rows, rows);
     }
-    free(in);
+    free(normed);
 }
 
 static _Thread_local float wide[ROOM * STRIDE], summed[TILES * ROOM * 2 * LANES];
 
 /* All threads take pieces of the outputs, for as many tiles of tokens as stay near; a piece of a SwiGLU is as many of its
  * gates as of what they let through, `apart` rows of sums from each other. */
-static void many(float *y, const float *x, long T, const float *norm, float eps, const struct matrix *m,
-                 enum ending ending, int threads) {
+static void many(const struct product *p) {
+    const struct matrix *m = &p->matrix;
+    const enum ending ending = p->ending;
+    const long T = p->T;
     const int V = T <= LANES ? 1 : 2, block = m->kind == I4, size = block ? 0 : size_of[m->kind];
     const long width = V * LANES, n = m->n, tiles = (T + width - 1) / width, apart = ROOM / 2;
     const long halves = ending == SWIGLU ? 2 : 1, kept = m->outputs / halves;
     const long piece = block ? 4 * LANES : 6 * LANES / halves;
     const long depth = (n + DEEP - 1) / DEEP, deep = ((n + depth - 1) / depth + 31) / 32 * 32;
-    const long near = NEAR / (n * width * sizeof *x), each = near < 1 ? 1 : near > TILES ? TILES : near;
-    float *in = aligned_alloc(64, (tiles * width * n + T + 15) / 16 * 64), *scales = in + tiles * width * n;
-#pragma omp parallel num_threads(threads)
-    {
-        lay(in, x, T, norm, eps, n, width, scales);
-        float *w = wide, *s = summed;
+    float *in, *w = wide, *s = summed;
+    const long near = NEAR / (n * width * sizeof *in), each = near < 1 ? 1 : near > TILES ? TILES : near;
+#pragma omp single copyprivate(in)
+    in = aligned_alloc(64, (tiles * width * n + T + 15) / 16 * 64);
+    lay(in, p->x, T, p->norm, p->eps, n, width, in + tiles * width * n);
 #pragma omp for schedule(static) collapse(2)
-        for (long begin = 0; begin < tiles; begin += each)
-            for (long first = 0; first < kept; first += piece) {
-                const long end = begin + each < tiles ? begin + each : tiles;
-                const long rows = kept - first < piece ? kept - first : piece;
-                for (long from = 0; from < n; from += deep) {
-                    const long count = n - from < deep ? n - from : deep;
-                    const long next = from + deep < n ? from + deep : piece * n; /* what is multiplied after this */
+    for (long begin = 0; begin < tiles; begin += each)
+        for (long first = 0; first < kept; first += piece) {
+            const long end = begin + each < tiles ? begin + each : tiles;
+            const long rows = kept - first < piece ? kept - first : piece;
+            for (long from = 0; from < n; from += deep) {
+                const long count = n - from < deep ? n - from : deep;
+                const long next = from + deep < n ? from + deep : piece * n; /* what is multiplied after this */
+                for (long h = 0; h < halves; h++)
+                    unpack(w + h * apart * (block ? 1 : STRIDE), m, first + h * kept, rows, from, count);
+                for (long t = begin; t < end; t++)
                     for (long h = 0; h < halves; h++)
-                        unpack(w + h * apart * (block ? 1 : STRIDE), m, first + h * kept, rows, from, count);
-                    for (long t = begin; t < end; t++)
-                        for (long h = 0; h < halves; h++)
-                            for (long r = 0; r < rows; r += SUMS / V) {
-                                const char *at = (const char *)m->weight + ((first + h * kept + r) * n + next) * size;
-                                tile_of(s + ((t - begin) * ROOM + h * apart + r) * width, V, block,
-                                        w + (h * apart + r) * (block ? 1 : STRIDE), in + (t * n + from) * width, count,
-                                        from > 0, t == begin && !block ? at : NULL, n * size, size);
-                            }
-                }
-                for (long t = begin; t < end; t++) {
-                    const long tokens = T - t * width < width ? T - t * width : width;
-                    finish(y + t * width * kept, s + (t - begin) * ROOM * width, tokens, width, m, ending, first, rows,
-                           apart);
-                }
+                        for (long r = 0; r < rows; r += SUMS / V) {
+                            const char *at = (const char *)m->weight + ((first + h * kept + r) * n + next) * size;
+                            tile_of(s + ((t - begin) * ROOM + h * apart + r) * width, V, block,
+                                    w + (h * apart + r) * (block ? 1 : STRIDE), in + (t * n + from) * width, count,
+                                    from > 0, t == begin && !block ? at : NULL, n * size, size);
+                        }
             }
-    }
+            for (long t = begin; t < end; t++) {
+                const long tokens = T - t * width < width ? T - t * width : width;
+                finish(p->y + t * width * kept, s + (t - begin) * ROOM * width, tokens, width, m, ending, first, rows,
+                       apart);
+            }
+        }
+#pragma omp master
     free(in);
 }
 
-/* y (=, += or SwiGLU of) weight · x + bias for each of T tokens; x is normed first where norm is given. */
-void product(float *y, const float *x, long T, const float *norm, float eps, const void *weight, enum kind kind,
-             const void *steps, const float *bias, long outputs, long n, enum ending ending, int threads) {
-    const struct matrix m = {weight, kind, steps, bias, outputs, n};
-    if (T == 1) one(y, x, norm, eps, &m, ending, threads);
-    else many(y, x, T, norm, eps, &m, ending, threads);
+void product(const struct job *job) {
+    const struct product *p = (const struct product *)job;
+    if (p->T == 1) one(p);
+    else many(p);
 }
 
 /* ---- positions ---- */
 
 /* Norm, where weights are given, and turn, where cosines are, the heads of q and k in x [T, width]; cos and sin
  * [T, D], the first half of sin negated. */
-void turn(float *x, long T, long width, long heads, long kv_heads, long D, const float *q_norm, const float *k_norm,
-          float eps, const float *cos, const float *sin, int threads) {
-#pragma omp parallel for schedule(static) num_threads(threads) if (T > 1)
-    for (long t = 0; t < T; t++)
-        for (long h = 0; h < heads + kv_heads; h++) {
-            float old[D];
-            float *head = x + t * width + h * D;
-            if (q_norm) rms_norm(head, head, h < heads ? q_norm : k_norm, eps, D);
-            if (!cos) continue;
-            memcpy(old, head, sizeof old);
-            for (long i = 0; i < D; i++)
-                head[i] = old[i] * cos[t * D + i] + old[i < D / 2 ? i + D / 2 : i - D / 2] * sin[t * D + i];
-        }
+struct turn {
+    struct job job;
+    float *x;
+    long T, width, heads, kv_heads, D;
+    const float *q_norm, *k_norm;
+    float eps;
+    const float *cos, *sin;
+};
+
+void turn(const struct job *job) {
+    const struct turn *a = (const struct turn *)job;
+    const long D = a->D, count = a->heads + a->kv_heads;
+#pragma omp for schedule(static)
+    for (long i = 0; i < a->T * count; i++) {
+        const long t = i / count, h = i % count;
+        float old[D], *head = a->x + t * a->width + h * D;
+        if (a->q_norm) rms_norm(head, head, h < a->heads ? a->q_norm : a->k_norm, a->eps, D);
+        if (!a->cos) continue;
+        memcpy(old, head, sizeof old);
+        const float *cos = a->cos + t * D, *sin = a->sin + t * D;
+        for (long j = 0; j < D; j++) head[j] = old[j] * cos[j] + old[j < D / 2 ? j + D / 2 : j - D / 2] * sin[j];
+    }
 }
 
 int lanes(void) { return LANES; }

@@ -5,6 +5,7 @@
 
 #pragma once
 
+#include <omp.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -62,6 +63,10 @@ SPECIAL quad sums(quad a, quad b, quad c, quad d) { return (quad){of(a), of(b), 
 
 enum kind { F32, F16, BF16, I8, I4, U8, U4 }; /* of stored values: of weights, and of K and V */
 enum ending { SET, ADD, SWIGLU };             /* what becomes of a product */
+
+/* Something to be done, by all threads of a region together: each kind of it begins so, and goes on with what `run` wants
+ * to know. They leave `run` together too, when all of it is done. */
+struct job { void (*run)(const struct job *); };
 
 static const int size_of[] = {4, 2, 2, 1, 0, 1, 1};
 

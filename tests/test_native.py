@@ -3,6 +3,7 @@
 import shutil
 import subprocess
 import sys
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -15,8 +16,9 @@ from test_chat import environment, start
 import native
 from cache import make
 from linear import FORMATS, Int4Linear, Linear, Whole, fixed
-from model import Config, RMSNorm, Rotary, load, random_model
-from native import ADD, FEW, SET, SWIGLU, Product
+from model import Config, Llama, RMSNorm, Rotary, load, random_model
+from native import ADD, FEW, SET, SWIGLU, Matrix
+from paged import PagedBatch
 from seam import Piece, attention
 
 needs_compiler = pytest.mark.skipif(
@@ -78,10 +80,10 @@ def test_products_are_those_of_the_stored_values(kind, tokens, inputs, outputs, 
     if ending == SWIGLU:
         gate, up = expected.chunk(2, -1)
         expected = torch.nn.functional.silu(gate) * up
-    product = Product(made, norm, ending)
+    product = Matrix(made, norm, ending)
     if ending == ADD:
         y = torch.ones(tokens, outputs)
-        product.add(y, x)
+        native.perform([product.job(y, x, ADD)])
         y -= 1
     else:
         y = product(x)
@@ -100,10 +102,7 @@ class Doubled(Whole):
 def test_what_ranks_bring_together_has_the_bias_once(tokens):
     made, _ = matrix(torch.float32, 16, 8, bias=True)
     made.part, x = Doubled(), torch.randn(tokens, 16)
-    torch.testing.assert_close(Product(made)(x), made(x), atol=1e-5, rtol=1e-5)
-    y = torch.ones(tokens, 8)
-    Product(made).add(y, x)
-    torch.testing.assert_close(y, 1 + made(x), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(Matrix(made)(x), made(x), atol=1e-5, rtol=1e-5)
 
 
 @needs_compiler
@@ -111,7 +110,7 @@ def test_gates_far_from_zero_are_those_of_silu():
     made, x = Linear(1, 2), torch.tensor([[-1e30], [-100.0], [-80.0], [0.0], [20.0], [100.0], [3e4]])
     made.weight = fixed(torch.tensor([[1.0], [0.0]]))
     made.bias = fixed(torch.tensor([0.0, 1.0]))
-    torch.testing.assert_close(Product(made, None, SWIGLU)(x), torch.nn.functional.silu(x))
+    torch.testing.assert_close(Matrix(made, None, SWIGLU)(x), torch.nn.functional.silu(x))
 
 
 @needs_compiler
@@ -120,7 +119,7 @@ def test_what_is_not_a_number_is_not_hidden(kind):
     made, _ = matrix(kind, 64, 64, False)
     x = torch.ones(1, 64)
     x[0, 5] = torch.nan
-    assert not native.takes(made) or Product(made)(x).isnan().all()
+    assert not native.takes(made) or Matrix(made)(x).isnan().all()
     assert attend(x.view(1, 1, 64), torch.ones(1, 9, 64), torch.ones(1, 9, 64)).isnan().all()
 
 
@@ -154,7 +153,7 @@ def test_heads_are_normed_and_turned(tokens, normed, turned, tiny_gqa):
 def attend(q, k, v, *cuts):
     """By the kernel, k and v [Hkv, S, D] being read in the stretches between the cuts."""
     stretches = [(0, a, b) for a, b in pairwise((0, *cuts, k.shape[1]))]
-    return native.held([(k, v)])[0].attend(q, native.Stretches([stretches]))
+    return native.held([(k, v)])[0].attend(q, native.Seen([stretches]))
 
 
 @needs_compiler
@@ -249,6 +248,47 @@ def test_steps_are_those_of_torch(name, dtype, quantize, error, kind, folders, m
     usual = logits(load(folders / name, dtype=dtype, quantize=quantize), kind)
     torch.testing.assert_close(fast, usual, atol=error * usual.abs().max().item(), rtol=0)
     assert quantize or dtype is torch.float32 or not torch.equal(fast, usual)  # it was not the same code
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", ["contiguous", "paged", "window", "sinks", "int8", "int4", "offload"])
+def test_all_layers_in_one_call_are_the_layers_one_by_one(kind, folders, tmp_path, monkeypatch):
+    """To the bit; two conversations in turn, and several sequences at once where they share pages."""
+    model, options = load(folders / "GQA"), {"folder": tmp_path} if kind == "offload" else {}
+
+    def said():
+        caches, out = [make(kind, model.config, 96, "cpu", torch.float32, **options) for _ in range(2)], []
+        for n in (40, 1, 1, 30, 1):
+            for place, kv_cache in enumerate(caches):
+                kv_cache.extend(n)
+                out.append(model(torch.arange(n) + 7 * place, kv_cache))
+        if kind == "paged":
+            caches[0].truncate(60)
+            sequences = [caches[0], caches[0].fork(), caches[0].fork()]
+            sequences[1].truncate(50)
+            for _ in range(2):
+                for sequence in sequences:
+                    sequence.extend(1)
+                out.append(model(torch.arange(3), PagedBatch.of(sequences)))
+        return torch.cat(out)
+
+    together, calls = said(), []
+    one_by_one = partial(Llama.through, model)
+    monkeypatch.setattr(model, "through", lambda *args: (calls.append(1), one_by_one(*args))[1])
+    assert torch.equal(together, said()) and calls
+
+
+@needs_compiler
+def test_a_step_is_one_call(folders, monkeypatch):
+    model, calls = load(folders / "GQA"), []
+    kv_cache = make("contiguous", model.config, 96, "cpu", torch.float32)
+    perform = native.perform
+    monkeypatch.setattr(native, "perform", lambda jobs: (calls.append(len(jobs)), perform(jobs)))
+    for n in (3, 1):
+        calls.clear()
+        kv_cache.extend(n)
+        model(torch.arange(n), kv_cache)
+    assert calls == [6 * len(model.layers)]
 
 
 def test_half_precision_is_attended_in_float32_where_the_processor_has_no_kernels_for_it(monkeypatch):
