@@ -35,7 +35,8 @@ class Sequence:
         self.index, self.tokens, self.cache = index, list(prompt), cache
         self.turn, self.error, self.ended = Turn(len(prompt), 0, seed), "", False
         self.limit = room if sampling.max_tokens is None else min(room, sampling.max_tokens)
-        self.sampler = Sampler(sampling, seed, prompt, model.config.vocab_size, model.device)
+        self.sampler = Sampler(sampling, model.config.vocab_size, model.device)
+        self.sampler.begin(seed, prompt)
         self.twins: list[Sequence] = []  # other answers to the same prompt, which begin when it is computed
         self._speech, self._stop_ids = Speech(tokenizer, sampling.stop), tokenizer.stop_ids
 

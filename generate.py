@@ -81,6 +81,11 @@ class Sampling:
         if not all(self.stop):
             raise ValueError("a stop string must not be empty")
 
+    @property
+    def draws(self) -> Sampling:
+        """What of it decides how one token is drawn."""
+        return replace(self, seed=None, max_tokens=None, stop=())
+
     def _within(self, name: str, low: float, high: float) -> None:
         value = getattr(self, name)
         if value is not None and not low <= value <= high:
@@ -105,22 +110,28 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
     p = logits.softmax(-1)
     if sampling.top_p < 1:
         ordered, order = p.sort(descending=True)
-        before = ordered.cumsum(-1) - ordered
-        before[0] = -1  # the likeliest token stays, even with top_p 0
-        p = p.scatter(0, order, ordered.masked_fill(before >= sampling.top_p, 0))
+        before = ordered.cumsum(-1) - ordered  # 0 for the likeliest token, which stays even with top_p 0
+        p = p.scatter(0, order, ordered.masked_fill(before >= max(sampling.top_p, 1e-9), 0))
     if sampling.min_p > 0:
         p = p.masked_fill(p < sampling.min_p * p.max(), 0)
     return p / p.sum()
 
 
 class Sampler:
-    """Draws the tokens of one answer on the device; reading the drawn one is the only wait for it in a step."""
+    """Draws tokens on the device, answer after answer; reading the drawn one is the only wait for it in a step.
 
-    def __init__(self, sampling: Sampling, seed: int, prompt: list[int], vocab_size: int, device: torch.device):
+    All that a draw changes stays where it is, and a draw asks nothing of the host: a CUDA graph may hold it.
+    """
+
+    def __init__(self, sampling: Sampling, vocab_size: int, device: torch.device):
         self.sampling = sampling
-        self.generator = torch.Generator(device).manual_seed(seed)
+        self.generator = torch.Generator(device)
         self.seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)
-        self.seen[torch.tensor(prompt, device=device)] = True
+
+    def begin(self, seed: int, prompt: list[int]) -> None:
+        """An answer to ``prompt`` begins; with the same seed it is the same."""
+        self.generator.manual_seed(seed)
+        self.seen.zero_().index_fill_(0, torch.tensor(prompt, device=self.seen.device), True)
 
     def __call__(self, logits: Tensor) -> int:
         """logits [V] float32 -> a token id. Raises NotFinite."""
@@ -273,8 +284,9 @@ class Session:
         self.on_pass: Callable[[], None] = lambda: None
         self.drafts = Drafts()
         self._chunk, self._weights = chunk_size(model), model.bytes_per_step
-        self._graph = Graph(model, cache) if isinstance(cache, FlashCache) else None
-        self._flying: tuple[Tensor, Tensor] | None = None  # logits and token of a step that is under way
+        self._graphs = Graph if isinstance(cache, FlashCache) else None  # what a step is captured as
+        self._graph: Graph | None = None
+        self._flying: Tensor | None = None  # logits of a step that is under way, whose token the graph holds
         self.interrupted = False
 
     def generate(self, prompt_ids: list[int], sampling: Sampling = Sampling()) -> Iterator[Step]:
@@ -337,12 +349,15 @@ class Session:
 
     def _tokens(self, turn: Turn, sampling: Sampling) -> Iterator[Step]:
         """The decode loop: logits of all tokens so far, draw one, append it; until something ends it."""
+        if self.last is not turn:  # another answer began before this one did
+            return
         room = self.cache.longest - len(self.tokens)
         limit = room if sampling.max_tokens is None else min(room, sampling.max_tokens)
-        sampler = Sampler(sampling, turn.seed, self.tokens, self.model.config.vocab_size, self.model.device)
+        ahead = self._graphs and type(self.drafts) is Drafts
+        step, sampler = (self._ahead, self._captured(sampling)) if ahead else (self._judged, self._sampler(sampling))
+        sampler.begin(turn.seed, self.tokens)
         self.drafts.begin(self.tokens)
         self._flying, done = None, 0
-        step = self._ahead if self._graph and type(self.drafts) is Drafts else self._judged
         while done < limit and self.last is turn:
             start = perf_counter()
             try:
@@ -371,6 +386,15 @@ class Session:
         if done == limit:
             turn.stop = "length" if limit == sampling.max_tokens else "context"
 
+    def _sampler(self, sampling: Sampling) -> Sampler:
+        return Sampler(sampling, self.model.config.vocab_size, self.model.device)
+
+    def _captured(self, sampling: Sampling) -> Sampler:
+        """The sampler inside the graph, which is made anew where tokens are drawn in another way."""
+        if self._graph is None or self._graph.sampler.sampling != sampling.draws:
+            self._graph = self._graphs(self.model, self.cache, self._sampler(sampling.draws))
+        return self._graph.sampler
+
     def _judged(self, sampler: Sampler, most: int) -> tuple[list[int], Tensor]:
         """The next tokens, one or as many as a draft foresaw but at most ``most``, and the logits that drew them."""
         draft = self.drafts.propose(self.tokens, most - 1) if self.last.generated_tokens and most > 1 else []
@@ -381,16 +405,14 @@ class Session:
         """The next token and its logits, for a device that computes while the host reads: the step after it has begun
         by then. Where the answer ends, that step is taken back (``_catch_up``)."""
         if self._flying is None:
-            logits = self._logits([])
-            self._flying = logits, sampler.draw(logits[0])
+            self._flying = self._logits([])
+            self._graph.token.copy_(sampler.draw(self._flying[0]))
         elif self.interrupted:
             raise _Interrupted
-        logits, drawn = self._flying
-        reading = Reading(drawn)
+        logits, reading = self._flying, Reading(self._graph.token)
         if most > 1:
             self.cache.extend(1)
-            following = self._graph(drawn[None])
-            self._flying = following, sampler.draw(following[0])
+            self._flying = self._graph()
         return [finite(reading.value())], logits
 
     def _drawn(self, sampler: Sampler, logits: Tensor, draft: list[int]) -> list[int]:
@@ -436,17 +458,13 @@ class Session:
         and tokens per second before and after, measured."""
         before, start = self._speed(), perf_counter()
         undo = self.model.compile_steps()
-        self._recapture()
+        self._graph = None
         self._speed()
         seconds, after = perf_counter() - start, self._speed()
         if after < before:
             undo()
-            self._recapture()
+            self._graph = None
         return seconds, before, after
-
-    def _recapture(self) -> None:
-        if self._graph:
-            self._graph = Graph(self.model, self.cache)
 
     def _speed(self) -> float:
         """Tokens per second of a short answer, of which no trace is left."""

@@ -226,7 +226,7 @@ class KVCache(ABC):
         return attention(q, self._pieces(layer, first, k, v))
 
     def where_for_kernels(self, tokens: int) -> list[tuple[native.Held, native.Seen]] | None:
-        """By layer, where that lies which the tokens of the pass see, if kernels store and attend all of it as ``attend``
+        """By layer, where the tokens lie that those of the pass see, if kernels store and attend all of it as ``attend``
         would: then model and cache may meet in one call for all layers."""
         if tokens > 1 or self._kernels is None:
             return None
