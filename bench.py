@@ -6,6 +6,7 @@
     python bench.py --synthetic llama-3.1-8b --device cuda  random weights of that shape: nothing is downloaded
     python bench.py --caches                               the kinds of cache: bytes, speed, error; a session restored
     python bench.py --batch                                16 answers together and one by one; what 64 sequences waste
+    python bench.py --drafts                               the same answers with prompt lookup and without
     torchrun --nproc-per-node 3 bench.py --ranks           one model over several processes; what their sums take
 
 Each engine lives in a process of its own (measure/). After a warm-up, rounds are interleaved and medians
@@ -33,6 +34,7 @@ from time import perf_counter
 from typing import NamedTuple, NoReturn
 
 from measure.compare import LEAST_TEXT, caches, print_caches, print_together, restore, together
+from measure.drafts import drafts, print_drafts
 from measure.engines import OURS, ROOM, Engine, Stopped, Subject
 from measure.peers import LLAMA_CPP, TRANSFORMERS, PeerError, write_gguf
 from measure.plots import cache_sizes, draw, refusal
@@ -413,6 +415,9 @@ def parser() -> Parser:
         "--restore", type=at_least(1), default=8000, metavar="N", help="tokens of the session (default: 8000)"
     )
 
+    lookup = options.add_argument_group("drafts")
+    lookup.add_argument("--drafts", action="store_true", help="measure the same answers with prompt lookup and without")
+
     ranks = options.add_argument_group("one model over several processes")
     ranks.add_argument("--ranks", action="store_true", help=f"measure each of them: {RANKS}")
     return options
@@ -421,8 +426,9 @@ def parser() -> Parser:
 # Options that have no meaning beside another one, and those that have none without it.
 OF_TABLE = ("peers", "rows", "contexts", "compile", "plot")
 APART = {
-    "batch": ("caches", "ranks", *OF_TABLE),
-    "caches": ("ranks", "synthetic", *OF_TABLE),  # random weights bring no tokenizer to read a text with
+    "batch": ("caches", "drafts", "ranks", *OF_TABLE),
+    "caches": ("drafts", "ranks", "synthetic", *OF_TABLE),  # random weights bring no tokenizer to read a text with
+    "drafts": ("ranks", "synthetic", *OF_TABLE),
     "ranks": ("synthetic", *OF_TABLE),
     "synthetic": ("model",),
 }
@@ -520,6 +526,8 @@ def measured(args: argparse.Namespace) -> tuple[dict | list, Callable[[dict | li
     if args.caches:
         result = {"kinds": caches(subject, args.rounds, args.text), "restored": restore(subject, args.restore)}
         return result, print_caches
+    if args.drafts:
+        return drafts(subject, args.rounds), print_drafts
     plan = plan_of(args, config)
     with TemporaryDirectory() as work:
         subjects = dict.fromkeys(("roof", *plan.rows), subject)

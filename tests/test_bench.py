@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import tiny_folder
+from conftest import VOCABULARY, successor_folder, tiny_folder, token_of
 from safetensors import safe_open
 
 import bench
 from cache import make
 from generate import Sampling, Session, passes
+from measure.drafts import compared, print_drafts
 from measure.engines import Roof, Silent, Subject
 from measure.peers import LLAMA_CPP, TRANSFORMERS, LlamaCpp, PeerError, Transformers, write_gguf
 from measure.plots import cache_sizes, refusal
@@ -60,6 +61,9 @@ def run(monkeypatch, *arguments) -> int:
         (["--model", "nowhere", "--synthetic", "llama-3.2-1b"], "--synthetic does not go with --model"),
         (["--batch", "--caches"], "--batch does not go with --caches"),
         (["--batch", "--compile"], "--batch does not go with --compile"),
+        (["--caches", "--drafts"], "--caches does not go with --drafts"),
+        (["--drafts", "--synthetic", "llama-3.2-1b"], "--drafts does not go with --synthetic"),
+        (["--drafts", "--plot", "x.png"], "--drafts does not go with --plot"),
         (["--caches", "--ranks"], "--caches does not go with --ranks"),
         (["--ranks", "--peers"], "--ranks does not go with --peers"),
         (["--text", "600"], "--text needs --caches"),
@@ -212,6 +216,46 @@ def test_kinds_of_cache_are_compared(tiny_gqa, monkeypatch, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[2].startswith("| `contiguous` | 384 | 131,072 | 1.00 × | 0 | +0.00 %")
     assert lines[-1].startswith("64 tokens: prefilled in ")
+
+
+def test_answers_with_drafts_are_measured_beside_those_without(tmp_path, monkeypatch, capsys):
+    a, b = map(token_of, b"ab")
+    folder = successor_folder(tmp_path / "model", dict.fromkeys(range(VOCABULARY), a) | {a: b}, context=2048)
+    assert run(monkeypatch, "--model", folder, "--drafts", "--rounds", "1", "--json") == 0
+    result = json.loads(capsys.readouterr().out)
+    assert [*result] == ["repeat a text", "edit a file", "story", "essay"]
+    for row in result.values():
+        assert row["tokens"] == 160 and row["differs_at"] is None
+        assert 0 < row["accepted"] == row["drafted"]
+        assert row["least"] == row["ratio"] == row["most"] == row["with_tok_s"] / row["without_tok_s"]
+
+
+def test_what_drafts_gain_is_a_median_of_pairs(capsys):
+    def answer(tokens: list[int], speed: float, drafted: int = 0) -> dict:
+        return {"tokens": tokens, "tok_s": speed, "drafted": drafted, "accepted": drafted // 2}
+
+    def pair(others: list[int], before: float, after: float, drafted: int) -> list[dict]:
+        return [answer([5, 6, 7], before), answer(others, after, drafted)]
+
+    row = compared([pair([5, 6, 7], 10, 20, 4), pair([5, 6], 20, 30, 4), pair([5, 6, 7], 5, 20, 4)])
+    assert (row["without_tok_s"], row["with_tok_s"]) == (10, 20)
+    assert (row["least"], row["ratio"], row["most"]) == (1.5, 2, 4)
+    assert row["differs_at"] == 3
+    print_drafts({"one": row, "other": compared([pair([5, 6, 7], 10, 10, 0)])})
+    one, other = capsys.readouterr().out.splitlines()[2:]
+    assert one == "| one | 3 | 10.0 | 20.0 | 2.00 × (1.50 to 4.00) | 50% of 12 | not from token 3 on |"
+    assert other.endswith("| 1.00 × (1.00 to 1.00) | none drafted | yes |")
+
+
+@pytest.mark.parametrize(("context", "said"), [(512, "and the context holds 512"), (2048, "an answer ends at once")])
+def test_what_drafts_cannot_be_measured_on_is_said(context, said, tmp_path, monkeypatch, capsys):
+    folder = successor_folder(tmp_path / "model", {}, context)
+    with pytest.raises(SystemExit) as ended:
+        run(monkeypatch, "--model", folder, "--drafts", "--rounds", "1")
+    assert ended.value.code == 2
+    told = capsys.readouterr()
+    assert said in told.err
+    assert told.err.count("\n") == 1 and not told.out
 
 
 # ---- shapes
