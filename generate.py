@@ -139,11 +139,11 @@ class Sampler:
 
     def draw(self, logits: Tensor) -> Tensor:
         """logits [V] float32 -> a token id on the device, which is not waited for; -1 where they are not finite."""
-        finite = logits.isfinite().all()
+        finite = logits.sum().isfinite()  # in one reading; what is not finite stays so in a sum
         if self.sampling.repeat_penalty != 1:
             logits = penalize(logits, self.seen, self.sampling.repeat_penalty)
         if self.sampling.temperature == 0:
-            drawn = logits.argmax()
+            drawn = logits.max(0).indices  # argmax takes twice as long on a CPU
         else:
             # The largest of p / e, e exponential, is a draw from p; torch.multinomial would wait for the device.
             p = probabilities(logits, self.sampling)

@@ -141,6 +141,18 @@ class Attend(Job):
         *((name, c_long) for name in ("kv_heads", "group", "head_dim")),
     ]
 
+    @classmethod
+    def with_(cls, y: Tensor, kv_heads: int, q: Tensor, k: Tensor | None = None, v: Tensor | None = None) -> Attend:
+        """All float32, each row of heads dense."""
+        _, heads, dim = q.shape
+        addresses = (x if x is None else x.data_ptr() for x in (y, q, k, v))
+        rows = (c_long * 3)(*(0 if x is None else x.stride(0) for x in (q, k, v)))
+        return cls(*addresses, rows, None, None, kv_heads, heads // kv_heads, dim)
+
+    def over(self, held: Held, seen: Seen) -> Attend:
+        self.memories, self.seen = held.address, seen.address
+        return self
+
 
 def perform(jobs: list[Job]) -> None:
     """Each after the one before it. All threads work at each, and stay together from the first to the last."""
@@ -160,6 +172,7 @@ class Seen(ctypes.Structure):
         flat = [number for triples in of for triple in triples for number in triple]
         self._kept = (c_long * len(of))(*accumulate(map(len, of))), (c_long * len(flat))(*flat)
         super().__init__(len(of), *map(ctypes.addressof, self._kept))
+        self.address = ctypes.addressof(self)
 
 
 class Memory(ctypes.Structure):
@@ -193,6 +206,7 @@ class Held:
 
     def __init__(self, kv_heads: int, *memories: Memory):
         self._kv_heads, self._memories = kv_heads, (Memory * len(memories))(*memories)
+        self.address = ctypes.addressof(self._memories)
 
     def attend(self, q: Tensor, seen: Seen, new: tuple[Tensor, Tensor] = ()) -> Tensor:
         """softmax(q kᵀ / √D) v for each of N queries, q [N, Hq, D] -> [N, Hq, D] float32. ``new`` k and v [N, Hkv, D]
@@ -202,16 +216,8 @@ class Held:
             for x in (q, *new)
         ]
         y = torch.empty(q.shape)
-        perform([self.job(y, seen, *rows)])
+        perform([Attend.with_(y, self._kv_heads, *rows).over(self, seen)])
         return y
-
-    def job(self, y: Tensor, seen: Seen, q: Tensor, k: Tensor | None = None, v: Tensor | None = None) -> Attend:
-        """Of float32 tensors, each row of heads dense."""
-        _, heads, dim = q.shape
-        addresses = (x if x is None else x.data_ptr() for x in (y, q, k, v))
-        rows = (c_long * 3)(*(0 if x is None else x.stride(0) for x in (q, k, v)))
-        where = ctypes.addressof(self._memories), ctypes.addressof(seen)
-        return Attend(*addresses, rows, *where, self._kv_heads, heads // self._kv_heads, dim)
 
 
 def held(layers: Iterable[tuple[Tensor, Tensor]]) -> list[Held] | None:
@@ -322,20 +328,23 @@ class Layers:
             self._make(*(torch.empty_like(value, memory_format=torch.contiguous_format) for value in (x, cos, sin)))
         for mine, new in zip(self._given, (x, cos, sin), strict=True):
             mine.copy_(new)
-        jobs = []
-        for (before, after), (held, seen) in zip(self._jobs, where, strict=True):
-            jobs += (*before, held.job(self._y, seen, *self._qkv), *after)
-        perform(jobs)
+        for attend, (held, seen) in zip(self._attends, where, strict=True):
+            attend.over(held, seen)
+        perform(self._jobs)
         return self._given[0].clone()
 
     def _make(self, x: Tensor, cos: Tensor, sin: Tensor) -> None:
         """What is the same in each pass of so many tokens."""
         first, self._tokens, self._given = self._layers[0], len(x), (x, cos, sin)
-        qkv, self._inner = (torch.empty(len(x), matrix.outputs) for matrix in (first.qkv, first.gate_up))
-        self._qkv, self._y = first.split(qkv), torch.empty(len(x), first.heads, first.dim)
+        qkv, inner = (torch.empty(len(x), matrix.outputs) for matrix in (first.qkv, first.gate_up))
+        y, split = torch.empty(len(x), first.heads, first.dim), first.split(qkv)
+        self._attends = [Attend.with_(y, first.kv_heads, *split) for _ in self._layers]
         self._jobs = [
-            (layer.jobs_before(qkv, x, cos, sin), layer.jobs_after(x, self._y, self._inner)) for layer in self._layers
+            job
+            for layer, attend in zip(self._layers, self._attends, strict=True)
+            for job in (*layer.jobs_before(qkv, x, cos, sin), attend, *layer.jobs_after(x, y, inner))
         ]
+        self._kept = qkv, y, inner
 
 
 def quicken(model) -> None:

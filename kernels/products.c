@@ -253,7 +253,7 @@ static void many(const struct product *p) {
 #pragma omp single copyprivate(in)
     in = aligned_alloc(64, (tiles * width * n + T + 15) / 16 * 64);
     lay(in, p->x, T, p->norm, p->eps, n, width, in + tiles * width * n);
-#pragma omp for schedule(static) collapse(2)
+#pragma omp for schedule(dynamic) collapse(2)
     for (long begin = 0; begin < tiles; begin += each)
         for (long first = 0; first < kept; first += piece) {
             const long end = begin + each < tiles ? begin + each : tiles;
