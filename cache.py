@@ -174,6 +174,9 @@ class WindowCache(KVCache):
         super().extend(n)
         self._newest = max(self._newest, self.length)
 
+    def _kernels_serve(self, tokens: int) -> bool:
+        return tokens <= self.SLACK and super()._kernels_serve(tokens)  # all of them are stored before any is attended
+
     def _store(self, layer: int, k: Tensor, v: Tensor) -> None:
         ring, end = self.rings[layer], self._span[1]
         slots = ring.shape[2]
@@ -349,8 +352,8 @@ class OffloadCache(ContiguousCache):
             self._advise(mmap.MADV_DONTNEED, layer)
         return y
 
-    def where_for_kernels(self, tokens: int) -> list[tuple[native.Held, native.Seen]] | None:
-        return super().where_for_kernels(tokens) if self._map is None else None  # of a file, layer by layer
+    def for_kernels(self, tokens: int) -> list[tuple[native.Held, native.Seen]] | None:
+        return super().for_kernels(tokens) if self._map is None else None  # of a file, layer by layer
 
     def _advise(self, advice: int, layer: int) -> None:
         """Tell the system what becomes of a layer's part of the file; whole pages of it."""

@@ -163,15 +163,20 @@ def perform(jobs: list[Job]) -> None:
 
 
 class Seen(ctypes.Structure):
-    """For each of some queries the tokens that it sees, in order: stretches of the memory, of a first slot in it and of
-    one behind the last."""
+    """What some queries see: the newest tokens of some sequences, so many of each, each its own sequence up to itself,
+    of that the newest ``window`` tokens. A sequence lies, in order, in stretches of a layer's memories: which one, a
+    first slot in it, and one behind the last."""
 
-    _fields_ = [("queries", c_long), ("ends", c_void_p), ("stretches", c_void_p)]
+    _fields_ = [
+        *((name, c_long) for name in ("sequences", "window")),
+        *((name, c_void_p) for name in ("counts", "ends", "stretches")),
+    ]
 
-    def __init__(self, of: list[list[tuple[int, int, int]]]):
-        flat = [number for triples in of for triple in triples for number in triple]
-        self._kept = (c_long * len(of))(*accumulate(map(len, of))), (c_long * len(flat))(*flat)
-        super().__init__(len(of), *map(ctypes.addressof, self._kept))
+    def __init__(self, sequences: list[tuple[int, list[tuple[int, int, int]]]], window: int | None = None):
+        counts, stretches = zip(*sequences, strict=True)
+        flat = [number for triples in stretches for triple in triples for number in triple]
+        self._kept = [(c_long * len(x))(*x) for x in (counts, [*accumulate(map(len, stretches))], flat)]
+        super().__init__(len(sequences), window or 2**62, *map(ctypes.addressof, self._kept))
         self.address = ctypes.addressof(self)
 
 
@@ -210,7 +215,7 @@ class Held:
 
     def attend(self, q: Tensor, seen: Seen, new: tuple[Tensor, Tensor] = ()) -> Tensor:
         """softmax(q kᵀ / √D) v for each of N queries, q [N, Hq, D] -> [N, Hq, D] float32. ``new`` k and v [N, Hkv, D]
-        are stored first, each in the last slot that its query sees."""
+        are stored first, each in the slot of its query's own token."""
         rows = [
             x if x.dtype is torch.float32 and x.stride()[1:] == (x.shape[2], 1) else x.float().contiguous()
             for x in (q, *new)
@@ -322,7 +327,7 @@ class Layers:
         self._layers, self._usual, self._tokens = layers, usual, 0
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache) -> Tensor:
-        if (where := kv_cache.where_for_kernels(len(x))) is None:
+        if (where := kv_cache.for_kernels(len(x))) is None:
             return self._usual(x, cos, sin, kv_cache)
         if len(x) != self._tokens:
             self._make(*(torch.empty_like(value, memory_format=torch.contiguous_format) for value in (x, cos, sin)))
@@ -353,13 +358,18 @@ def quicken(model) -> None:
     halved = [layer.mlp.gate_up_proj for layer in model.layers]
     if model.device.type != "cpu" or library() is None or not all([*map(takes, matrices), *map(halves_apart, halved)]):
         return
-    most, layers = FEW if cpu_multiplies(model.dtype) else math.inf, [Halves(layer) for layer in model.layers]
+    most, layers = most_tokens(model.dtype), [Halves(layer) for layer in model.layers]
     for layer, halves in zip(model.layers, layers, strict=True):
         layer.before = for_few(halves.before, layer.before, most)
         layer.after = for_few(halves.after, layer.after, most)
     if all(layer.o.alone for layer in layers):
         model.through = Layers(layers, model.through)
     model.head = for_few(Matrix(model.lm_head, model.norm), model.head, most)
+
+
+def most_tokens(dtype: torch.dtype) -> float:
+    """Of a pass for which the kernels are the fastest."""
+    return FEW if cpu_multiplies(dtype) else math.inf
 
 
 def takes(linear: Linear) -> bool:

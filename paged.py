@@ -242,8 +242,8 @@ class PagedBatch:
             y.append(sequence._look(layer, q[part], k[:, part], v[:, part]))
         return torch.cat(y)
 
-    def where_for_kernels(self, tokens: int) -> list[tuple[native.Held, native.Seen]] | None:
-        """As ``KVCache.where_for_kernels``."""
+    def for_kernels(self, tokens: int) -> list[tuple[native.Held, native.Seen]] | None:
+        """As ``KVCache.for_kernels``."""
 
     def _newest(self, layer: int, q: Tensor) -> list[Tensor]:
         """Attention of the first sequences, of one token each, q [B, Hq, D] -> tensors that join to the same."""
@@ -252,30 +252,35 @@ class PagedBatch:
 
 
 class NativeBatch(PagedBatch):
-    """A pass in which the newest tokens of all sequences are one call of a kernel of native.py for each layer."""
+    """A pass in which all sequences, or at least their newest tokens, are one call of a kernel of native.py for each
+    layer."""
 
     def __init__(self, sequences: list[PagedCache]):
         super().__init__(sequences)
-        self._seen: dict[int | None, native.Seen] = {}  # by a layer's window
+        self._worked_out: dict[tuple[int, int | None], native.Seen] = {}  # by the number of sequences and the window
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if self.singles < len(q):  # prompts among them
+        if not self._kernels_serve(len(q)):
             return super().attend(layer, q, k, v)
-        return self.pool.kernels[layer].attend(q, self._where(layer), (k, v))
+        return self.pool.kernels[layer].attend(q, self._seen(layer, len(self.counts)), (k, v))
 
-    def where_for_kernels(self, tokens: int) -> list[tuple[native.Held, native.Seen]] | None:
-        if self.singles < tokens:
+    def for_kernels(self, tokens: int) -> list[tuple[native.Held, native.Seen]] | None:
+        if not self._kernels_serve(tokens):
             return None
-        return [(held, self._where(layer)) for layer, held in enumerate(self.pool.kernels)]
+        return [(held, self._seen(layer, len(self.counts))) for layer, held in enumerate(self.pool.kernels)]
+
+    def _kernels_serve(self, tokens: int) -> bool:
+        return tokens == self.singles or tokens <= native.most_tokens(self.pool.keys_values.dtype)
 
     def _newest(self, layer: int, q: Tensor) -> list[Tensor]:
-        return [self.pool.kernels[layer].attend(q, self._where(layer))]
+        return [self.pool.kernels[layer].attend(q, self._seen(layer, self.singles))]
 
-    def _where(self, layer: int) -> native.Seen:
-        if (window := self.pool.config.windows[layer]) not in self._seen:
-            newest = self.sequences[: self.singles]
-            self._seen[window] = native.Seen([sequence._stretches(layer) for sequence in newest])
-        return self._seen[window]
+    def _seen(self, layer: int, sequences: int) -> native.Seen:
+        """What the tokens of the first sequences see."""
+        if (key := (sequences, self.pool.config.windows[layer])) not in self._worked_out:
+            stretches = [sequence._stretches(layer) for sequence in self.sequences[:sequences]]
+            self._worked_out[key] = native.Seen([*zip(self.counts, stretches, strict=False)], key[1])
+        return self._worked_out[key]
 
 
 class FlashBatch(PagedBatch):

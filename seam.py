@@ -132,7 +132,7 @@ class KVCache(ABC):
 
     kind: str
     forgotten = 0  # tokens that were dropped from the middle
-    _kernels: list[native.Held] | None = None  # for single tokens, by layer, where each has all K and V in one place
+    _kernels: list[native.Held] | None = None  # by layer, where they can read K and V
 
     def __init__(self, config, capacity: int, device: str | torch.device, dtype: torch.dtype):
         self.config, self.capacity, self.device, self.dtype = config, capacity, torch.device(device), dtype
@@ -208,7 +208,7 @@ class KVCache(ABC):
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store k and v [T, Hkv, D] of the pass, and attend with q [T, Hq, D] over all that is held -> [T, Hq, D]."""
-        if len(q) == 1 and self._kernels is not None:
+        if self._kernels_serve(len(q)):
             return self._kernels[layer].attend(q, self._seen(layer), (k, v))
         q, k, v = q.to(self.dtype), k.to(self.dtype).transpose(0, 1), v.to(self.dtype).transpose(0, 1)
         if len(q) == 1:
@@ -225,21 +225,25 @@ class KVCache(ABC):
             return attention(q, (Piece(*kv) for kv in self._read(layer, first, end)))
         return attention(q, self._pieces(layer, first, k, v))
 
-    def where_for_kernels(self, tokens: int) -> list[tuple[native.Held, native.Seen]] | None:
-        """By layer, where the tokens lie that those of the pass see, if kernels store and attend all of it as ``attend``
-        would: then model and cache may meet in one call for all layers."""
-        if tokens > 1 or self._kernels is None:
+    def for_kernels(self, tokens: int) -> list[tuple[native.Held, native.Seen]] | None:
+        """By layer, where the tokens lie that those of the pass see, if kernels do what ``attend`` does: then model and
+        cache may meet in one call for all layers."""
+        if not self._kernels_serve(tokens):
             return None
         return [(held, self._seen(layer)) for layer, held in enumerate(self._kernels)]
 
+    def _kernels_serve(self, tokens: int) -> bool:
+        return self._kernels is not None and tokens <= native.most_tokens(self.dtype)
+
     def _seen(self, layer: int) -> native.Seen:
-        """Where the tokens lie that a single one sees."""
+        """What the tokens of the pass see."""
         if (key := ("seen", self.config.windows[layer])) not in self._worked_out:
-            self._worked_out[key] = native.Seen([self._stretches(layer)])
+            tokens = self._span[1] - self._span[0]
+            self._worked_out[key] = native.Seen([(tokens, self._stretches(layer))], self.config.windows[layer])
         return self._worked_out[key]
 
     def _stretches(self, layer: int) -> list[tuple[int, int, int]]:
-        """Those, as native.Seen has them."""
+        """Where that lies, as native.Seen has it."""
         return [(0, *run) for run in self._runs(layer, self._oldest(layer), self._span[1])]
 
     def _runs(self, layer: int, first: int, last: int) -> list[tuple[int, int]]:

@@ -1,5 +1,5 @@
-/* The attention of single tokens, each over what its sequence holds, of heads whose size D is a multiple of LANES, or in 4
- * bits of twice that. */
+/* The attention of tokens over what their sequences hold, of heads whose size D is a multiple of LANES, or in 4 bits of
+ * twice that. */
 
 #include "vectors.h"
 
@@ -18,8 +18,11 @@ SPECIAL void narrow(void *to, const float *from, enum kind kind, long n) {
     }
 }
 
+#define LEAST -3e38f /* a score that is none */
 #define GROUP 32  /* tokens that are made whole together, and that share the scales of their keys in 8 or 4 bits */
-#define QUERIES 3 /* that share what is read; with four tokens, or vectors of a value, each, they fill the registers */
+#define QUERIES 6 /* at most, that share what is read */
+#define ACROSS 12  /* queries, for which it pays to lay keys across, so that vectors of scores need not be summed up */
+#define NEAR 6144 /* values of the queries that stay in the first cache while keys and values pass */
 
 /* Where K and V of a layer lie: distances from head to head and from token to token, in elements, or in bytes where they
  * are packed. Then there are scales too (quantized.py), for each channel of a group of keys, and for each value: steps,
@@ -75,39 +78,64 @@ static void values_of(float *to, const struct memory *m, long h, long first, lon
         for (long i = 0; i < D; i++) to[i] = to[i] * step[s] + low[s];
 }
 
-/* Scores become weights, and what is in y [G, D + 2] beside them is shrunk to fit: the unnormalized sum of values, then
- * the largest score and the sum of exponentials (online softmax, arXiv 1805.02867). */
-static void soften(float *y, float *scores, long G, long n, long D) {
-    for (long g = 0; g < G; g++, y += D + 2, scores += GROUP) {
-        float most = y[D], more = 0;
-        for (long s = 0; s < n; s++) most = scores[s] > most ? scores[s] : most;
-        const float shrink = exponential(y[D] - most);
-#pragma omp simd reduction(+ : more)
-        for (long s = 0; s < n; s++) more += scores[s] = exponential(scores[s] - most);
-        for (long i = 0; i < D; i++) y[i] *= shrink;
-        y[D] = most, y[D + 1] = y[D + 1] * shrink + more;
+/* The tokens that a query sees of those before it, by their place in its sequence, the last one not included. */
+struct sight { long first, last; };
+
+/* Scores of GROUP tokens, of which those from `first` to `last` are seen, become weights, and what is in y [D + 2] beside
+ * them is shrunk to fit: the unnormalized sum of values, then the largest score and the sum of exponentials (online softmax,
+ * arXiv 1805.02867). */
+static void soften(float *y, float *scores, long first, long last, long D) {
+    if (first >= last) {
+        memset(scores, 0, GROUP * sizeof *scores);
+        return;
     }
+    for (long s = 0; s < first; s++) scores[s] = LEAST;
+    for (long s = last; s < GROUP; s++) scores[s] = LEAST;
+    float most = y[D], more = 0;
+#pragma omp simd reduction(max : most)
+    for (long s = 0; s < GROUP; s++) most = scores[s] > most ? scores[s] : most;
+    const float shrink = exponential(y[D] - most);
+#pragma omp simd reduction(+ : more)
+    for (long s = 0; s < GROUP; s++) more += scores[s] = exponential(scores[s] - most);
+    if (shrink < 1)
+        for (long i = 0; i < D; i++) y[i] *= shrink;
+    y[D] = most, y[D + 1] = y[D + 1] * shrink + more;
 }
 
-/* y [G, D + 2] += the first W vectors from dimension i on of n values, weighed by weights [G, GROUP]. */
-SPECIAL void weigh(float *y, const float *weights, const float *v, const int G, const int W, long n, long i, long D) {
-    vec sums[QUERIES][W];
-    for (int g = 0; g < G; g++) memcpy(sums[g], y + g * (D + 2) + i, sizeof sums[g]);
-    for (long s = 0; s < n; s++)
+/* W vectors of each of G rows of y += the sum of n rows of x, each times a weight; each row so far from the next. */
+SPECIAL void mix(float *y, long y_row, const float *weights, long weights_row, const float *x, long x_row, const int G,
+                 const int W, long n) {
+    vec sums[QUERIES][4];
+#pragma GCC unroll 6
+    for (int g = 0; g < G; g++)
 #pragma GCC unroll 4
-        for (int j = 0; j < W; j++) {
-            const vec value = load(v + s * D + i + j * LANES, F32);
-#pragma GCC unroll 3
-            for (int g = 0; g < G; g++) sums[g][j] += weights[g * GROUP + s] * value;
-        }
-    for (int g = 0; g < G; g++) memcpy(y + g * (D + 2) + i, sums[g], sizeof sums[g]);
+        for (int j = 0; j < W; j++) sums[g][j] = load(y + g * y_row + j * LANES, F32);
+    for (long s = 0; s < n; s++) {
+        vec values[4];
+#pragma GCC unroll 4
+        for (int j = 0; j < W; j++) values[j] = load(x + s * x_row + j * LANES, F32);
+#pragma GCC unroll 6
+        for (int g = 0; g < G; g++)
+#pragma GCC unroll 4
+            for (int j = 0; j < W; j++) sums[g][j] += weights[g * weights_row + s] * values[j];
+    }
+#pragma GCC unroll 6
+    for (int g = 0; g < G; g++)
+#pragma GCC unroll 4
+        for (int j = 0; j < W; j++) memcpy(y + g * y_row + j * LANES, &sums[g][j], sizeof(vec));
 }
 
-/* G queries of one K/V head over n tokens more, k [n, D] and v [n, D]. */
-SPECIAL void look(float *y, const float *q, const float *k, const float *v, const int G, long n, long D) {
+/* G queries of one K/V head over n tokens more, k [n, D], or [D, GROUP] where it is `across`, and v [n, D]; the first of
+ * them is the token `at`. */
+SPECIAL void look(float *y, const float *q, const struct sight *sees, const float *k, const int across, const float *v,
+                  const int G, long at, long n, long D) {
+    const int W = G > 3 ? 2 : 4; /* that fill the registers with sums */
     float scores[QUERIES * GROUP];
-    for (long s = 0; s < n; s += 4) {
-        vec sums[QUERIES][4] = {0};
+    if (across) memset(scores, 0, G * GROUP * sizeof *scores);
+    for (int i = 0; across && i < GROUP; i += 2 * LANES) mix(scores + i, GROUP, q, D, k + i, GROUP, G, 2, D);
+    for (long s = 0; !across && s < n; s += 4) {
+        vec sums[3][4];
+        memset(sums, 0, sizeof sums);
         for (long i = 0; i < D; i += LANES)
 #pragma GCC unroll 4
             for (int j = 0; j < 4; j++) {
@@ -120,28 +148,37 @@ SPECIAL void look(float *y, const float *q, const float *k, const float *v, cons
             memcpy(scores + g * GROUP + s, &four, sizeof four);
         }
     }
-    soften(y, scores, G, n, D);
+    for (int g = 0; g < G; g++) {
+        const long first = sees[g].first - at, last = sees[g].last - at;
+        soften(y + g * (D + 2), scores + g * GROUP, first < 0 ? 0 : first, last > n ? n : last, D);
+    }
     long i = 0;
-    for (; i + 4 * LANES <= D; i += 4 * LANES) weigh(y, scores, v, G, 4, n, i, D);
-    for (; i < D; i += LANES) weigh(y, scores, v, G, 1, n, i, D);
+    for (; i + W * LANES <= D; i += W * LANES) mix(y + i, D + 2, scores, GROUP, v + i, D, G, W, n);
+    for (; i < D; i += LANES) mix(y + i, D + 2, scores, GROUP, v + i, D, G, 1, n);
 }
 
-/* A group of queries over one K/V head's tokens first to last, into y [group, D + 2] as `soften` has it. */
-static void look_at(float *y, const float *q, const struct memory *m, long h, long first, long last, long group,
-                    long D) {
-    float k[GROUP * D], v[GROUP * D];
-    for (long g = 0; g < group; g++) {
-        memset(y + g * (D + 2), 0, D * sizeof *y);
-        y[g * (D + 2) + D] = -3e38f, y[g * (D + 2) + D + 1] = 0;
+/* Rows of queries over one K/V head's tokens in the slots first to last, of which the first is the token `at`, into
+ * y [rows, D + 2] as `soften` has it. */
+static void look_at(float *y, const float *q, const struct sight *sees, long rows, const struct memory *m, long h,
+                    long first, long last, long at, long D) {
+    float k[GROUP * D], v[GROUP * D], turned[GROUP * D];
+    const int across = rows >= ACROSS;
+    for (long r = 0; r < rows; r++) {
+        memset(y + r * (D + 2), 0, D * sizeof *y);
+        y[r * (D + 2) + D] = LEAST, y[r * (D + 2) + D + 1] = 0;
     }
-    for (long n; first < last; first += n) {
+    for (long n; first < last; first += n, at += n) {
         const long rest = GROUP - first % GROUP;
         n = last - first < rest ? last - first : rest;
         keys_of(k, m, h, first, n, D);
         values_of(v, m, h, first, n, D);
-        long g = 0;
-        for (; g + QUERIES <= group; g += QUERIES) look(y + g * (D + 2), q + g * D, k, v, QUERIES, n, D);
-        for (; g < group; g++) look(y + g * (D + 2), q + g * D, k, v, 1, n, D);
+        for (long s = 0; across && s < GROUP; s++)
+            for (long i = 0; i < D; i++) turned[i * GROUP + s] = s < n ? k[s * D + i] : 0;
+        long r = 0;
+        for (; across && r + 6 <= rows; r += 6) look(y + r * (D + 2), q + r * D, sees + r, turned, 1, v, 6, at, n, D);
+        for (; across && r < rows; r++) look(y + r * (D + 2), q + r * D, sees + r, turned, 1, v, 1, at, n, D);
+        for (; r + 3 <= rows; r += 3) look(y + r * (D + 2), q + r * D, sees + r, k, 0, v, 3, at, n, D);
+        for (; r < rows; r++) look(y + r * (D + 2), q + r * D, sees + r, k, 0, v, 1, at, n, D);
     }
 }
 
@@ -150,16 +187,16 @@ static void keep(const struct memory *m, const float *k, const float *v, long h,
     narrow(m->v + (h * m->v_head + slot * m->v_token) * size_of[m->kind], v, m->kind, D);
 }
 
-/* Query i sees the stretches from ends[i - 1] to ends[i]. */
+/* The newest counts[i] tokens of sequence i are queries, and each sees its own sequence up to itself, the newest `window`
+ * tokens of that; the sequence lies in the stretches from ends[i - 1] to ends[i], at least what its queries see of it. */
 struct seen {
-    long queries;
-    const long *ends;
+    long sequences, window;
+    const long *counts, *ends;
     const struct stretch *stretches;
 };
 
-/* softmax(q kᵀ / √D) v for each of some queries of kv_heads · group heads -> y [queries, heads, D]. Where new_k and new_v
- * are given, they are stored first, each query's in the last slot that it sees. Rows, of q, new_k and new_v, are in
- * elements. */
+/* softmax(q kᵀ / √D) v for each query, of kv_heads · group heads -> y [queries, heads, D]. Where new_k and new_v are given,
+ * they are stored first, in the slots of the queries' own tokens. Rows, of q, new_k and new_v, are in elements. */
 struct attend {
     struct job job;
     float *y;
@@ -170,49 +207,102 @@ struct attend {
     long kv_heads, group, D;
 };
 
-/* What is to be looked at, in pieces, those of query i from firsts[i] to firsts[i + 1]; what comes out of each piece and
- * head; and q / √D. Long stretches are split, so that few heads keep all threads busy (flash-decoding). */
+/* What is to be looked at, by whom: blocks of queries that see nearly the same, so that what is read serves all of them;
+ * pieces of what a block sees, so that few heads keep all threads busy (flash-decoding), with what comes out of each,
+ * [kv_heads, queries, group, D + 2]; and for each query its token's slot. */
+struct block { long query, count, place, begin, first; }; /* `place` of its first in its sequence, whose stretches `begin` */
+struct piece { const struct block *block; struct stretch of; long at; float *parts; };
 struct plan {
-    long pieces, *firsts;
-    struct piece { long query; struct stretch of; } *piece;
-    float *parts, *scaled;
+    long blocks, pieces;
+    struct block *block;
+    struct piece *piece;
+    struct stretch *own;
+    float *parts;
 };
+
+static long sight_of(const struct seen *seen, long place) {
+    return place + 1 > seen->window ? place + 1 - seen->window : 0;
+}
+
+/* Fills in the pieces of a block in stretches of at most `each` tokens, or only counts them: returns how many. */
+static long cut(const struct seen *seen, const struct block *b, long each, struct piece *to) {
+    const long first = sight_of(seen, b->place), last = b->place + b->count;
+    long count = 0, at = 0;
+    for (const struct stretch *s = seen->stretches + b->begin; at < last; at += s->last - s->first, s++) {
+        const long end = at + s->last - s->first < last ? at + s->last - s->first : last;
+        for (long from = at > first ? at : first; from < end; from += each, count++) {
+            const long upto = from + each < end ? from + each : end;
+            if (to) to[count] = (struct piece){b, {s->memory, s->first + from - at, s->first + upto - at}, from, NULL};
+        }
+    }
+    return count;
+}
 
 static struct plan *planned(const struct attend *a, long threads) {
     const struct seen *seen = a->seen;
-    const long queries = seen->queries, last = seen->ends[queries - 1], heads = a->kv_heads * a->group, D = a->D;
-    long total = 0, pieces = 0;
-    for (long i = 0; i < last; i++) total += seen->stretches[i].last - seen->stretches[i].first;
-    const long splits = (8 * threads + a->kv_heads - 1) / a->kv_heads, groups = (total / splits + GROUP - 1) / GROUP;
-    const long each = (groups < 2 ? 2 : groups) * GROUP;
-    for (long i = 0; i < last; i++) pieces += (seen->stretches[i].last - seen->stretches[i].first + each - 1) / each;
-
-    struct plan *plan = malloc(sizeof *plan + (queries + 1) * sizeof(long) + pieces * sizeof *plan->piece);
-    plan->pieces = 0, plan->firsts = (long *)(plan + 1), plan->piece = (struct piece *)(plan->firsts + queries + 1);
-    plan->parts = malloc(sizeof(float) * heads * (pieces * (D + 2) + queries * D));
-    plan->scaled = plan->parts + heads * pieces * (D + 2);
-    for (long i = 0, at = 0; i < queries; i++) {
-        for (plan->firsts[i] = plan->pieces; at < seen->ends[i]; at++) {
-            struct stretch left = seen->stretches[at];
-            for (; left.first < left.last; left.first += each) {
-                struct piece *next = plan->piece + plan->pieces++;
-                *next = (struct piece){i, left};
-                if (left.last - left.first > each) next->of.last = left.first + each;
-            }
-        }
-        for (long j = 0; j < heads * D; j++) plan->scaled[i * heads * D + j] = a->q[i * a->rows[0] + j] / root(D);
-        const struct stretch newest = seen->stretches[seen->ends[i] - 1];
-        for (long h = 0; a->new_k && h < a->kv_heads; h++)
-            keep(a->memories + newest.memory, a->new_k + i * a->rows[1] + h * D, a->new_v + i * a->rows[2] + h * D, h,
-                 newest.last - 1, D);
+    const long heads = a->kv_heads * a->group, near = NEAR / (a->group * a->D), most = near < 1 ? 1 : near;
+    long queries = 0, work = 0, block = 0, blocks = 0, pieces = 0, rows = 0;
+    for (long i = 0; i < seen->sequences; i++) {
+        queries += seen->counts[i];
+        blocks += (seen->counts[i] + most - 1) / most;
     }
-    plan->firsts[queries] = plan->pieces;
+    struct plan *plan = malloc(sizeof *plan);
+    plan->own = malloc(queries * sizeof *plan->own), plan->block = malloc((blocks + 1) * sizeof *plan->block);
+    for (long i = 0, query = 0; i < seen->sequences; i++) {
+        const long begin = i ? seen->ends[i - 1] : 0;
+        long length = 0;
+        for (long s = begin; s < seen->ends[i]; s++) {
+            const struct stretch *of = seen->stretches + s;
+            length += of->last - of->first;
+        }
+        for (long s = seen->ends[i], back = 0; back < seen->counts[i];)
+            for (long slot = seen->stretches[--s].last; slot > seen->stretches[s].first && back < seen->counts[i]; back++) {
+                slot--;
+                plan->own[query + seen->counts[i] - 1 - back] = (struct stretch){seen->stretches[s].memory, slot, slot + 1};
+            }
+        for (long j = 0; j < seen->counts[i]; j += most) {
+            const long count = seen->counts[i] - j < most ? seen->counts[i] - j : most;
+            const long place = length - seen->counts[i] + j;
+            plan->block[block++] = (struct block){query + j, count, place, begin, 0};
+            work += place + count - sight_of(seen, place);
+        }
+        query += seen->counts[i];
+    }
+    const long splits = (8 * threads + a->kv_heads - 1) / a->kv_heads, groups = (work / splits + GROUP - 1) / GROUP;
+    const long each = (groups < 2 ? 2 : groups) * GROUP;
+    for (block = 0; block < blocks; block++) {
+        plan->block[block].first = pieces;
+        const long more = cut(seen, plan->block + block, each, NULL);
+        pieces += more, rows += more * plan->block[block].count;
+    }
+    plan->block[blocks].first = pieces;
+    plan->blocks = blocks, plan->pieces = pieces, plan->piece = malloc(pieces * sizeof *plan->piece);
+    plan->parts = malloc(rows * heads * (a->D + 2) * sizeof *plan->parts);
+    float *parts = plan->parts;
+    for (block = 0; block < blocks; block++) cut(seen, plan->block + block, each, plan->piece + plan->block[block].first);
+    for (struct piece *p = plan->piece; p < plan->piece + pieces; parts += p++->block->count * heads * (a->D + 2))
+        p->parts = parts;
     return plan;
+}
+
+/* The queries of a block that share a K/V head, over a piece. */
+static void look_through(const struct attend *a, const struct piece *p, long h) {
+    const long group = a->group, D = a->D, rows = p->block->count * group;
+    const float scale = 1 / root(D);
+    float q[rows * D];
+    struct sight sees[rows];
+    for (long r = 0; r < rows; r++) {
+        const long query = r / group, place = p->block->place + query;
+        const float *from = a->q + (p->block->query + query) * a->rows[0] + (h * group + r % group) * D;
+        for (long i = 0; i < D; i++) q[r * D + i] = from[i] * scale;
+        sees[r] = (struct sight){sight_of(a->seen, place), place + 1};
+    }
+    look_at(p->parts + h * rows * (D + 2), q, sees, rows, a->memories + p->of.memory, h, p->of.first, p->of.last, p->at, D);
 }
 
 /* One head's parts, of pieces that lie `apart` from each other, each as heavy as its exponentials. */
 static void merge(float *y, const float *part, const float *end, long apart, long D) {
-    float top = -3e38f, all = 0;
+    float top = LEAST, all = 0;
     for (const float *p = part; p < end; p += apart) top = p[D] > top ? p[D] : top;
     memset(y, 0, D * sizeof *y);
     for (; part < end; part += apart) {
@@ -225,26 +315,37 @@ static void merge(float *y, const float *part, const float *end, long apart, lon
 
 void attend(const struct job *job) {
     const struct attend *a = (const struct attend *)job;
-    const long heads = a->kv_heads * a->group, D = a->D, apart = heads * (D + 2);
+    const long group = a->group, heads = a->kv_heads * group, D = a->D;
     struct plan *plan;
 #pragma omp single copyprivate(plan)
     plan = planned(a, omp_get_num_threads());
-#pragma omp for schedule(dynamic)
-    for (long task = 0; task < plan->pieces * a->kv_heads; task++) {
-        const struct piece p = plan->piece[task / a->kv_heads];
-        const long h = task % a->kv_heads;
-        look_at(plan->parts + task * a->group * (D + 2), plan->scaled + (p.query * heads + h * a->group) * D,
-                a->memories + p.of.memory, h, p.of.first, p.of.last, a->group, D);
-    }
+    const struct block *end = plan->block + plan->blocks;
+    if (a->new_k) {
 #pragma omp for schedule(static)
-    for (long i = 0; i < a->seen->queries * heads; i++) {
-        const float *parts = plan->parts + i % heads * (D + 2);
-        const long *firsts = plan->firsts + i / heads;
-        merge(a->y + i * D, parts + firsts[0] * apart, parts + firsts[1] * apart, apart, D);
+        for (long i = 0; i < (end[-1].query + end[-1].count) * a->kv_heads; i++) {
+            const long query = i / a->kv_heads, h = i % a->kv_heads;
+            keep(a->memories + plan->own[query].memory, a->new_k + query * a->rows[1] + h * D,
+                 a->new_v + query * a->rows[2] + h * D, h, plan->own[query].first, D);
+        }
+    }
+#pragma omp for schedule(dynamic)
+    for (long task = plan->pieces * a->kv_heads - 1; task >= 0; task--) /* the longest first: of a prompt, its end */
+        look_through(a, plan->piece + task / a->kv_heads, task % a->kv_heads);
+#pragma omp for schedule(static)
+    for (long i = 0; i < plan->blocks * heads; i++) {
+        const struct block *b = plan->block + i / heads;
+        const long apart = heads * b->count * (D + 2), h = i % heads / group;
+        for (long j = 0; j < b->count; j++) {
+            const float *parts = plan->piece[b->first].parts + ((h * b->count + j) * group + i % group) * (D + 2);
+            merge(a->y + ((b->query + j) * heads + i % heads) * D, parts, parts + (b[1].first - b->first) * apart, apart, D);
+        }
     }
 #pragma omp master
     {
         free(plan->parts);
+        free(plan->piece);
+        free(plan->block);
+        free(plan->own);
         free(plan);
     }
 }

@@ -153,7 +153,7 @@ def test_heads_are_normed_and_turned(tokens, normed, turned, tiny_gqa):
 def attend(q, k, v, *cuts):
     """By the kernel, k and v [Hkv, S, D] being read in the stretches between the cuts."""
     stretches = [(0, a, b) for a, b in pairwise((0, *cuts, k.shape[1]))]
-    return native.held([(k, v)])[0].attend(q, native.Seen([stretches]))
+    return native.held([(k, v)])[0].attend(q, native.Seen([(1, stretches)]))
 
 
 @needs_compiler
@@ -188,25 +188,67 @@ def test_attention_of_one_query_is_that_of_the_formula(dtype, kv_heads, group, d
 @needs_compiler
 @pytest.mark.parametrize("window", [None, 37])
 @pytest.mark.parametrize("kind", ["contiguous", "paged", "window", "sinks", "int8", "int4"])
-@settings(max_examples=12, deadline=None)
-@given(st.sampled_from(DTYPES), st.lists(st.integers(1, 90), max_size=3), st.sampled_from([1, 3, 4, 8]))
-def test_a_step_attends_over_what_the_cache_holds(kind, window, dtype, passes, group):
-    """In each layout, and with its own token: what ``_read`` tells, in float64."""
+@settings(max_examples=20, deadline=None)
+@given(
+    st.sampled_from(DTYPES),
+    st.lists(st.one_of(st.integers(1, 90), st.just(1)), min_size=1, max_size=4),
+    st.sampled_from([1, 3, 4, 8]),
+    st.integers(0, 2**32),
+)
+def test_a_pass_attends_over_what_the_cache_holds(kind, window, dtype, passes, group, seed):
+    """In each layout, its own tokens stored: what ``_read`` tells, in float64, each query up to itself."""
+    torch.manual_seed(seed)
     config = Config(8, 64, 8, 1, 2 * group, 2, 32, windows=(window,), rotary=(True,))
     kv_cache = make(kind, config, 290, "cpu", dtype)
-    for n in (*passes, 1, 1):
+    for n in passes:
         while n > 0:
             now = min(n, kv_cache.room)
             kv_cache.extend(now)
-            q, k, v = (torch.randn(now, heads, 32) for heads in (2 * group, 2, 2))
-            y, n = kv_cache.attend(0, q, k, v), n - now
-    pieces = zip(*kv_cache._read(0, kv_cache._oldest(0), kv_cache.held), strict=True)
-    keys, values = (torch.cat(list(held), 1).double() for held in pieces)
-    assert keys.shape[1] == min(kv_cache.held, window or 1000)
-    torch.testing.assert_close(keys[:, -1].to(dtype), k[0].to(dtype))
-    scores = torch.einsum("hgd,hsd->hgs", q[0].view(2, group, 32).double(), keys) / 32**0.5
-    expected = (scores.softmax(-1) @ values).view(1, -1, 32)
-    torch.testing.assert_close(y.double(), expected, atol=1e-5, rtol=1e-4)
+            q, k, v = (3 * torch.randn(now, heads, 32) for heads in (2 * group, 2, 2))
+            held, n = kv_cache._kernels[0], n - now
+            y = held.attend(q, kv_cache._seen(0), (k, v))
+            first = kv_cache._oldest(0)
+            pieces = zip(*kv_cache._read(0, first, kv_cache.held), strict=True)
+            keys, values = (torch.cat(list(part), 1).double() for part in pieces)
+            assert torch.equal(keys[:, -now:], k.to(dtype).double().transpose(0, 1))
+            at, places = torch.arange(first, kv_cache.held), torch.arange(kv_cache.held - now, kv_cache.held)[:, None]
+            hidden = (at > places) | (at <= places - (window or 1000))
+            scores = torch.einsum("thgd,hsd->hgts", q.view(now, 2, group, 32).double(), keys) / 32**0.5
+            expected = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ values[:, None]
+            expected = expected.permute(2, 0, 1, 3).reshape(y.shape)
+            torch.testing.assert_close(y.double(), expected, atol=2e-5, rtol=1e-4)
+
+
+@needs_compiler
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 40), st.integers(0, 60)), min_size=1, max_size=5),
+    st.sampled_from([None, 1, 20]),
+    st.sampled_from([1, 3, 7]),
+    st.integers(0, 2**32),
+)
+def test_sequences_see_themselves_alone(sequences, window, group, seed):
+    """Several of them in one call, their tokens scattered; what else lies in the memory may be anything."""
+    torch.manual_seed(seed)
+    total = sum(count + past for count, past in sequences)
+    slots, memory = torch.randperm(2 * total).tolist(), torch.full((2, 2, 2 * total, 16), torch.nan)
+    q, k, v = (torch.randn(sum(count for count, _ in sequences), heads, 16) for heads in (2 * group, 2, 2))
+    where, expected, query = [], [], 0
+    for count, past in sequences:
+        own, slots = slots[: count + past], slots[count + past :]
+        memory[:, :, own[:past]] = torch.randn(2, 2, past, 16)
+        part = slice(query, query := query + count)
+        keys, values = (
+            torch.cat((x[:, own[:past]], new[part].transpose(0, 1)), 1) for x, new in zip(memory, (k, v), strict=True)
+        )
+        first = max(0, past + 1 - (window or 1000))
+        where.append((count, [(0, slot, slot + 1) for slot in own[first:]]))
+        at, places = torch.arange(count + past), torch.arange(past, count + past)[:, None]
+        hidden = (at > places) | (at <= places - (window or 1000))
+        scores = torch.einsum("thgd,hsd->hgts", q[part].view(count, 2, group, 16), keys) / 4
+        expected.append((scores.masked_fill(hidden, -torch.inf).softmax(-1) @ values[:, None]).permute(2, 0, 1, 3))
+    y = native.held([memory])[0].attend(q, native.Seen(where, window), (k, v))
+    torch.testing.assert_close(y, torch.cat(expected).reshape(y.shape), atol=2e-5, rtol=1e-4)
 
 
 # ---- steps
