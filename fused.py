@@ -52,13 +52,6 @@ def _rows(x, norm, weight, rows, real, INPUTS: tl.constexpr, COLUMNS: tl.constex
 
 
 @triton.jit
-def _ahead(packed, steps, mask):
-    """Words, and of each the step and the middle as one word. Each is needed but once."""
-    words = tl.load(packed, mask=mask, other=0, eviction_policy="evict_first")
-    return words, tl.load(steps, mask=mask, other=0, eviction_policy="evict_first")
-
-
-@triton.jit
 def _strips(
     x, norm, packed, steps, strips, real, OUTPUTS, INPUTS: tl.constexpr, COLUMNS: tl.constexpr, EACH: tl.constexpr
 ):
@@ -68,24 +61,23 @@ def _strips(
     at the upper end of the mantissa of 128.0 make it 128 + n.
     """
     BLOCKS: tl.constexpr = COLUMNS // (32 * EACH)
-    columns = tl.arange(0, COLUMNS)
+    columns, places = tl.arange(0, COLUMNS), tl.arange(0, COLUMNS // 4)
     packed += strips.to(tl.int64)[:, None] * INPUTS + columns
-    group = columns // (32 * EACH) * EACH + columns % EACH
-    steps += group * OUTPUTS + (strips * 8)[:, None] + columns // (4 * EACH) % 8
+    steps += (strips * 8)[:, None] + places // 8 * OUTPUTS + places % 8
     sums = tl.zeros([strips.shape[0], COLUMNS], tl.float32)
     squares = tl.zeros([COLUMNS], tl.float32)
-    words, pair = _ahead(packed, steps, real[:, None] & (columns < INPUTS))
     for start in range(0, INPUTS, COLUMNS):
-        packed += COLUMNS
-        steps += COLUMNS // 32 * OUTPUTS
-        next_words, next_pair = _ahead(packed, steps, real[:, None] & (start + COLUMNS + columns < INPUTS))
-        value, square = _inputs(x, norm, start + columns, start + columns < INPUTS)
+        held = start + columns < INPUTS
+        words = tl.load(packed + start, mask=real[:, None] & held, other=0, eviction_policy="evict_first")
+        pair = tl.load(steps + start // 32 * OUTPUTS, mask=real[:, None] & (start + places * 4 < INPUTS), other=0)
+        value, square = _inputs(x, norm, start + columns, held)
         squares += square
         # A word's eight inputs, by the three bits of their places in it.
         value = tl.permute(tl.reshape(value, [BLOCKS, EACH, 2, 2, 4, 2]), (0, 4, 1, 3, 2, 5))
         even, odd = tl.split(value)
-        (e0, e1), (o0, o1) = tl.split(even), tl.split(odd)
-        pieces = tl.split(e0) + tl.split(e1) + tl.split(o0) + tl.split(o1)
+        a, b = tl.split(even)
+        c, d = tl.split(odd)
+        pieces = tl.split(a) + tl.split(b) + tl.split(c) + tl.split(d)
         products = tl.zeros([strips.shape[0], COLUMNS], tl.float32)
         values = tl.zeros([COLUMNS], tl.float32)
         for i in tl.static_range(8):
@@ -93,9 +85,10 @@ def _strips(
             number = (words >> max(4 * i - 16, 0)) << max(16 - 4 * i, 0)
             products += ((number & 0xF0000) | 0x43000000).to(tl.float32, bitcast=True) * value
             values += value
+        pair = tl.permute(tl.reshape(pair, [strips.shape[0], BLOCKS, EACH, 8]), (0, 1, 3, 2))[:, :, :, None]
+        pair = tl.reshape(tl.broadcast_to(pair, [strips.shape[0], BLOCKS, 8, 4, EACH]), [strips.shape[0], COLUMNS])
         step, middle = (pair << 16).to(tl.float32, bitcast=True), (pair & -65536).to(tl.float32, bitcast=True)
         sums += products * step + values * (middle - 136 * step)  # of the 136, 8 are the format's
-        words, pair = next_words, next_pair
     sums = tl.reshape(sums, [strips.shape[0], BLOCKS, 8, 4 * EACH])
     return tl.sum(tl.sum(sums, 3), 1), tl.sum(squares, 0)
 
@@ -179,8 +172,10 @@ class Product:
 
     def _into(self, y: Tensor, x: Tensor, ending: int) -> None:
         *matrix, tiles = self._matrix
-        what = {"GATED": ending == SWIGLU, "ADDS": ending == ADD}
-        _product[(triton.cdiv(tiles, self._sizes["TILES"]),)](y, x, *self._norm, *matrix, tiles, **what, **self._sizes)
+        _product[(triton.cdiv(tiles, self._sizes["TILES"]),)](
+            *(y, x.contiguous(), *self._norm, *matrix, tiles),
+            **self._sizes, GATED=ending == SWIGLU, ADDS=ending == ADD, enable_fp_fusion=True,
+        )  # fmt: skip
 
 
 def stored(linear: Linear) -> tuple[Tensor, Tensor | None, int]:
@@ -193,24 +188,30 @@ def stored(linear: Linear) -> tuple[Tensor, Tensor | None, int]:
 
 
 def sizes(weight: Tensor, tiles: int, gated: bool) -> dict[str, int]:
-    """How a product is shared out among programs, and within one.
+    """How a product is shared out among programs, and within one: by shapes and the number of processors alone.
 
-    A thread loads 16 bytes of each row at once, the most that it can, and the warps of a program lie side by side, so
-    that what it loads of x serves all of the program's rows. Eight rows are 16 KB, and some programs at a time on each
-    processor keep enough of them on their way. A small matrix is cut finer, so that no processor is without work.
+    A thread loads 16 bytes of each row at once, the most that it can, and a program's warps lie side by side, so that
+    what they take of x serves all of its rows. Eight rows of a program of four warps are 16 KB, and there are registers
+    for three to seven such programs on a processor: while one computes, the others load. A small matrix is cut finer,
+    so that each processor has twelve warps.
 
-    In 4 bits there are only an eighth as many strips as rows. So the warps are many instead, as far as there are
-    inputs for them.
+    In 4 bits a thread takes two strips, since it computes more for each byte and needs registers for that. There are
+    an eighth as many strips as rows, so the warps are more, as far as there are inputs for them.
     """
+    many = processors(weight.device)
     if weight.dtype is torch.int32:
-        each, most, warps = weight.shape[3], 4, min(16, triton.next_power_of_2(weight.shape[1]))
+        most, each, warps = 2, weight.shape[3], 16 if tiles <= 4 * many else 8
+        warps = min(warps, triton.next_power_of_2(weight.shape[1]))
     else:
-        each, most, warps = 16 // weight.element_size(), 8, 4
-    processors = torch.cuda.get_device_properties(weight.device).multi_processor_count if weight.is_cuda else 1
+        most, each, warps = 8, 16 // weight.element_size(), 4
     most = most // 2 if gated else most
-    while most > 1 and tiles < 3 * processors * most:
+    while most > 1 and tiles * warps < 12 * many * most:
         most //= 2
     return {"TILES": most, "COLUMNS": 32 * warps * each, "EACH": each, "num_warps": warps}
+
+
+def processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 # ---- a model's steps
@@ -234,8 +235,10 @@ class Halves:
         qkv, half = self.qkv(x), self.dim // 2
         if self.turned or self.norms is not None:
             angles = (cos, sin) if self.turned else (None, None)
-            size = {"HEADS": self.heads, "HALF": half, "WIDTH": triton.next_power_of_2(half), "num_warps": 1}
-            _turn[(self.heads + self.kv_heads,)](qkv, self.norms, self.eps, *angles, **size)
+            _turn[(self.heads + self.kv_heads,)](
+                qkv, self.norms, self.eps, *angles,
+                HEADS=self.heads, HALF=half, WIDTH=triton.next_power_of_2(half), num_warps=1, enable_fp_fusion=True,
+            )  # fmt: skip
         return qkv.view(1, -1, self.dim).split_with_sizes((self.heads, self.kv_heads, self.kv_heads), 1)
 
     def after(self, x: Tensor, y: Tensor) -> Tensor:

@@ -63,7 +63,9 @@ class Batch:
 
     def take_newest(self):
         """K and V [B, Hkv, D] float32 of the newest tokens, which the cache then does not hold."""
-        slots = [self.slots(table, length)[-1] for table, length in zip(self.tables, self.lengths.tolist(), strict=True)]
+        slots = [
+            self.slots(table, length)[-1] for table, length in zip(self.tables, self.lengths.tolist(), strict=True)
+        ]
         new = self.keys_values[1][:, :, slots].transpose(1, 2).float()
         self.keys_values[1][:, :, slots] = NAN
         return tuple(new)
