@@ -24,8 +24,8 @@ from native import ADD, SET, SWIGLU, for_few
 
 @triton.jit
 def _inputs(x, norm, at, held):
-    """Some of x, times the norm's weights, and their squares. What a norm divides by is the same for all inputs, so
-    that it can wait until they are summed, and the weights need not wait for it."""
+    """Some of x, times the norm's weights, and its squares. What a norm divides by is the same for all inputs, so it is
+    divided by once they are summed, and no weight has to wait for it."""
     value = tl.load(x + at, mask=held, other=0.0)
     square = value * value
     if norm is not None:
@@ -72,7 +72,7 @@ def _strips(
         pair = tl.load(steps + start // 32 * OUTPUTS, mask=real[:, None] & (start + places * 4 < INPUTS), other=0)
         value, square = _inputs(x, norm, start + columns, held)
         squares += square
-        # A word's eight inputs, by the three bits of their places in it.
+        # x is loaded as it lies, side by side, and then cut into the first inputs of all words, the second ones, ...
         value = tl.permute(tl.reshape(value, [BLOCKS, EACH, 2, 2, 4, 2]), (0, 4, 1, 3, 2, 5))
         even, odd = tl.split(value)
         a, b = tl.split(even)
@@ -85,6 +85,7 @@ def _strips(
             number = (words >> max(4 * i - 16, 0)) << max(16 - 4 * i, 0)
             products += ((number & 0xF0000) | 0x43000000).to(tl.float32, bitcast=True) * value
             values += value
+        # A step and its middle serve four words each; loaded once, they take a register and not eight.
         pair = tl.permute(tl.reshape(pair, [strips.shape[0], BLOCKS, EACH, 8]), (0, 1, 3, 2))[:, :, :, None]
         pair = tl.reshape(tl.broadcast_to(pair, [strips.shape[0], BLOCKS, 8, 4, EACH]), [strips.shape[0], COLUMNS])
         step, middle = (pair << 16).to(tl.float32, bitcast=True), (pair & -65536).to(tl.float32, bitcast=True)
@@ -99,7 +100,7 @@ def _product(
     TILES: tl.constexpr, TALL: tl.constexpr, GATED: tl.constexpr, ADDS: tl.constexpr,
     INPUTS: tl.constexpr, COLUMNS: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
-    """TILES of the ``tiles`` of y, of TALL rows each, whole: so nothing has to be brought together."""
+    """TILES of the ``tiles`` of y, of TALL rows each: all their inputs, so that no other program adds to them."""
     HALVES: tl.constexpr = 2 if GATED else 1
     first, numbers = tl.program_id(0) * TILES, tl.arange(0, TILES * HALVES)
     # A tile of gates, and then the one of what they let through.
@@ -266,7 +267,7 @@ def takes(linear: Linear) -> bool:
 
 @cache
 def order_is_known() -> bool:
-    numbers = torch.arange(64 * 128, device="cuda").mul(7).remainder(16).view(64, 128).int()
+    numbers = torch.randint(16, (64, 128), generator=torch.Generator().manual_seed(0), dtype=torch.int32).cuda()
     return torch.equal(unpacked(Int4Linear(128, 64)._interleave(numbers)), numbers)
 
 

@@ -29,7 +29,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
 class Norm:
-    eps = 1e-5
+    eps = 0.1  # so large that it shows
 
     def __init__(self, size):
         self.weight = torch.randn(size, device=DEVICE)
@@ -120,6 +120,7 @@ def test_products_of_real_sizes(kind, inputs, outputs):
         check(kind, inputs, outputs, ending, normed=ending != ADD)
 
 
+@pytest.mark.filterwarnings("ignore:overflow")  # the interpreter's, as it counts in numpy
 def test_gates_far_from_zero_are_those_of_silu():
     made = Linear(1, 2, bias=True)
     made.weight, made.bias = (fixed(torch.tensor(x, device=DEVICE)) for x in ([[1.0], [0.0]], [0.0, 1.0]))
@@ -162,14 +163,15 @@ def test_torch_orders_4_bits_so(inputs):
 )  # fmt: skip
 def test_heads_are_normed_and_turned(group, kv_heads, dim, normed, turned):
     """As model.py has them, from the same qkv; the heads of v are left alone."""
-    model = random_model(Config(8, 16, 8, 1, group * kv_heads, kv_heads, dim, qk_norm=normed), DEVICE)
+    config = Config(8, 16, 8, 1, group * kv_heads, kv_heads, dim, qk_norm=normed, rms_norm_eps=0.1)
+    model = random_model(config, DEVICE)
     attention = model.layers[0].self_attn
     attention.turned = turned
     if normed:
         for norm in (attention.q_norm, attention.k_norm):
             norm.weight = fixed(torch.randn(dim, device=DEVICE))
     model.layers[0].input_layernorm.weight = fixed(torch.randn(16, device=DEVICE))
-    x, places = torch.randn(1, 16, device=DEVICE), Rotary(model.config, DEVICE)(torch.tensor([7], device=DEVICE))
+    x, places = torch.randn(1, 16, device=DEVICE), Rotary(config, DEVICE)(torch.tensor([7], device=DEVICE))
     expected = attention(model.layers[0].input_layernorm(x), *places)
     for mine, theirs in zip(fused.Halves(model.layers[0]).before(x, *places), expected, strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
@@ -269,7 +271,7 @@ def test_a_model_on_a_gpu_makes_its_steps_so(mode):
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, "int8", "int4"])
-@pytest.mark.parametrize(("inputs", "outputs", "ending"), [(4096, 28672, SWIGLU), (14336, 4096, ADD), (576, 960, SET)])
+@pytest.mark.parametrize(("inputs", "outputs", "ending"), [(4096, 28672, SWIGLU), (14336, 4096, ADD), (576, 576, SET)])
 def test_the_kernels_compile_for_a_gpu_that_is_not_there(kind, inputs, outputs, ending, monkeypatch, tmp_path):
     """With the sizes of real models, for an H200: they load 16 bytes at a time, or 8 where torch has packed so, and
     registers hold all."""
