@@ -133,10 +133,8 @@ class FlashCache(ContiguousCache):
             return super().attend(layer, q, k, v)
         from flash import paged_attention
 
-        for held, new in zip(self._layer[layer], (k, v), strict=True):
-            held.index_copy_(1, self._newest, new.to(self.dtype).transpose(0, 1))
         where, window = (self._tables, self._lengths, self.capacity), self.config.windows[layer]
-        return paged_attention(q.to(self.dtype), *self._layer[layer], *where, window=window)
+        return paged_attention(q, *self._layer[layer], *where, window=window, new=(k, v))
 
 
 class WindowCache(KVCache):

@@ -25,7 +25,7 @@ from torch import Tensor
 
 @triton.jit
 def _attend_split(
-    q, keys, values, tables, lengths, parts, weights, scale, window, table_stride, head_stride,
+    q, new_k, new_v, keys, values, tables, lengths, parts, weights, scale, window, table_stride, head_stride,
     PAGE: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -50,6 +50,21 @@ def _attend_split(
     top = tl.full([ROWS], -1e30, tl.float32)
     total = tl.full([ROWS], 0.0, tl.float32)
     output = tl.full([ROWS, WIDTH], 0.0, tl.float32)
+    if new_k is not None:
+        # The newest token is not in the cache yet. Its split begins with it, and puts it there; no program reads that
+        # slot meanwhile.
+        mine, newest = (start < length) & (end == length), length - 1
+        own, here = columns < tl.where(mine, DIM, 0), (sequence * kv_heads + head) * DIM + columns
+        its_k = tl.load(new_k + here, mask=own, other=0.0).to(keys.dtype.element_ty)
+        its_v = tl.load(new_v + here, mask=own, other=0.0).to(keys.dtype.element_ty)
+        its_page = tl.load(tables + sequence * table_stride + tl.maximum(newest, 0) // PAGE).to(tl.int64)
+        there = (its_page * PAGE + newest % PAGE) * DIM + offsets
+        tl.store(keys + there, its_k, mask=own)
+        tl.store(values + there, its_v, mask=own)
+        score = tl.sum(query.to(tl.float32) * its_k.to(tl.float32), 1) * scale
+        top, total = tl.where(mine, score, top), tl.where(mine, 1.0, total)
+        output += its_v.to(tl.float32)
+        end = tl.minimum(end, newest)
     for block in range(start, end, BLOCK):
         tokens = block + tl.arange(0, BLOCK)
         held = tokens < end
@@ -87,13 +102,16 @@ def _merge(parts, weights, out, SPLITS: tl.constexpr, PADDED: tl.constexpr, DIM:
 
 def paged_attention(
     q: Tensor, keys: Tensor, values: Tensor, block_tables: Tensor, lengths: Tensor, page_size: int,
-    splits: int | None = None, window: int | None = None,
+    splits: int | None = None, window: int | None = None, new: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
     """softmax(q kᵀ / √D) v for the newest token of each sequence; float32 inside, q's dtype out.
 
     q [B, Hq, D] and keys, values [Hkv, slots, D]: float32, float16 or bfloat16. keys and values are views of one
     layer, in which page p is slots [p · page_size, (p + 1) · page_size). block_tables [B, max_pages] int32: the pages
     of each sequence in order; lengths [B] int32: the tokens held, the query's own included. -> [B, Hq, D].
+
+    ``new`` k and v [B, Hkv, D], of any float dtype, are those of the newest tokens, and are stored where those belong:
+    in slots that no other sequence of the call sees. Without them they are there already.
 
     Only the newest ``window`` tokens are looked at, the query's own among them. Nothing else in the cache or the
     tables is read, so it may hold anything; a length of 0, which fills up a batch, gives zeros. A contiguous cache is
@@ -117,12 +135,13 @@ def paged_attention(
         processors = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 1
         blocks = triton.cdiv(block_tables.shape[1] * page_size, block)
         splits = max(1, min(2 * processors // (sequences * kv_heads), blocks, 16384 // width))
+    new_k, new_v = (x.contiguous() for x in new) if new else (None, None)
     q, out = q.contiguous(), torch.empty_like(q, memory_format=torch.contiguous_format)
     # One split is the whole answer, and its kernel writes it.
     parts = out if splits == 1 else q.new_empty((sequences, heads, splits, dim), dtype=torch.float32)
     weights = q.new_empty((sequences, heads, splits), dtype=torch.float32)
     _attend_split[(splits, kv_heads, sequences)](
-        q, keys, values, block_tables, lengths, parts, weights,
+        q, new_k, new_v, keys, values, block_tables, lengths, parts, weights,
         scale=log2(e) / dim**0.5,  # the hardware has exp2, and not exp
         window=2**31 - 1 if window is None else window,
         table_stride=block_tables.stride(0), head_stride=keys.stride(0),

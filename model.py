@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import cached_property, partial
 from hashlib import sha256
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -792,6 +793,10 @@ def place(
 def ready(model: Llama) -> Llama:
     """A model whose weights are in place, with the fastest steps that there are where it is."""
     native.quicken(model)
+    if model.device.type == "cuda" and model.world == 1 and find_spec("triton"):
+        import fused
+
+        fused.quicken(model)
     return model.eval()
 
 

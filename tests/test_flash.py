@@ -28,7 +28,7 @@ DEVICE = "cuda" if ON_GPU else "cpu"
 NAN = float("nan")
 needs_gpu = pytest.mark.skipif(not ON_GPU, reason="no GPU")
 DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=needs_gpu)]
-OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
+OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
 HEADS = {"MHA": (2, 2), "GQA": (9, 3), "GQA of 4": (8, 2), "MQA": (5, 1)}
 PAGE = 16
 
@@ -56,10 +56,19 @@ class Batch:
         slots = (table[:, None].long() * self.page + torch.arange(self.page, device=table.device)).flatten()[:length]
         return slots if self.window is None else slots[-self.window :]
 
-    def attend(self, splits=None, rows=slice(None)):
+    def attend(self, splits=None, rows=slice(None), new=None):
         keys, values = self.keys_values[1]
         q, tables, lengths = self.q[rows], self.tables[rows], self.lengths[rows]
-        return flash.paged_attention(q, keys, values, tables, lengths, self.page, splits, self.window)
+        return flash.paged_attention(q, keys, values, tables, lengths, self.page, splits, self.window, new)
+
+    def take_newest(self):
+        """K and V [B, Hkv, D] float32 of the newest tokens, which the cache then does not hold."""
+        slots = [
+            self.slots(table, length)[-1] for table, length in zip(self.tables, self.lengths.tolist(), strict=True)
+        ]
+        new = self.keys_values[1][:, :, slots].transpose(1, 2).float()
+        self.keys_values[1][:, :, slots] = NAN
+        return tuple(new)
 
     def reference(self):
         """[B, Hq, D] float64, from copies of the pages."""
@@ -137,6 +146,48 @@ def test_attention_is_right_whatever_the_shapes(lengths, group, kv_heads, dim, p
     Batch(lengths, (group * kv_heads, kv_heads), dim, dtype, page, window).check(splits)
 
 
+# ---- the newest token, stored on the way
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    lengths=st.lists(st.one_of(st.integers(1, 150), st.sampled_from([1, 16, 17, 64, 65])), min_size=1, max_size=3),
+    group=st.integers(1, 5),
+    kv_heads=st.integers(1, 2),
+    dim=st.sampled_from([8, 16, 24, 80]),
+    page=st.sampled_from([1, 3, 16, 256]),
+    splits=st.integers(1, 6) | st.none(),
+    window=st.integers(1, 160) | st.none(),
+    dtype=st.sampled_from([torch.float32, torch.float16]),
+)
+def test_a_new_token_is_stored_and_seen(lengths, group, kv_heads, dim, page, splits, window, dtype):
+    """As if it had been stored before; all else in the cache is untouched."""
+    batch = Batch(lengths, (group * kv_heads, kv_heads), dim, dtype, page, window)
+    whole, expected = batch.keys_values.clone(), batch.reference()
+    result = batch.attend(splits, new=batch.take_newest())
+    torch.testing.assert_close(batch.keys_values, whole, atol=0, rtol=0, equal_nan=True)
+    tolerance = max(torch.finfo(dtype).eps, 1e-5)
+    torch.testing.assert_close(result.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+def test_a_new_token_is_rounded_as_the_cache_keeps_it():
+    """Also for its own score; k and v may be views."""
+    batch = Batch([70, 33], dtype=torch.float16)
+    k, v = (x + 1e-4 * torch.randn_like(x) for x in batch.take_newest())
+    before = batch.attend(splits=3, new=(k.half(), v.half()))
+    wide = torch.cat((k, v * NAN, v), 1)
+    assert torch.equal(batch.attend(3, new=(wide[:, :2], wide[:, 4:])), before)
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_a_sequence_of_no_tokens_stores_nothing(splits):
+    batch = Batch([0, 20])
+    before, new = batch.keys_values.clone(), torch.randn(2, 2, 2, 16, device=DEVICE)
+    new[:, 1] = batch.keys_values[1][:, :, batch.slots(batch.tables[1], 20)[-1]]
+    assert batch.attend(splits, new=tuple(new))[0].eq(0).all()
+    torch.testing.assert_close(batch.keys_values, before, atol=0, rtol=0, equal_nan=True)
+
+
 # ---- what must not matter, to the bit
 
 
@@ -201,22 +252,15 @@ def test_the_kernels_compile_for_a_gpu_that_is_not_there(dtype, dim, monkeypatch
     if INTERPRETED:
         pytest.skip("done by a Triton that compiles, in another process")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    launches = []
-
-    class Recorder:
-        def __init__(self, kernel):
-            self.kernel = triton.JITFunction(kernel.fn)
-
-        def __getitem__(self, grid):
-            return lambda *args, **kwargs: launches.append((self.kernel, args, kwargs))
-
-    for name in ("_attend_split", "_merge"):
-        monkeypatch.setattr(flash, name, Recorder(getattr(flash, name)))
-    Batch([70], (4, 2), dim, dtype).attend(splits=88)
-    split, merge = (compiled(*launch) for launch in launches)
-    assert split.metadata.shared <= 227 * 1024 // 2, "two programs should fit one processor"
-    assert "cp.async" in split.asm["ptx"]
-    assert ("mma.sync" in split.asm["ptx"]) == (dtype is not torch.float32)
+    launches = recorded(monkeypatch, flash, "_attend_split", "_merge")
+    batch = Batch([70], (4, 2), dim, dtype)
+    batch.attend(splits=88)
+    batch.attend(splits=88, new=batch.take_newest())
+    split, merge, storing, _ = (compiled(*launch) for launch in launches)
+    for kernel in (split, storing):
+        assert kernel.metadata.shared <= 227 * 1024 // 2, "two programs should fit one processor"
+        assert "cp.async" in kernel.asm["ptx"]
+        assert ("mma.sync" in kernel.asm["ptx"]) == (dtype is not torch.float32)
     assert merge.asm["cubin"]
 
 
@@ -227,12 +271,29 @@ def test_the_kernels_compile():
     assert run.returncode == 0, run.stdout
 
 
+def recorded(monkeypatch, module, *names):
+    """The launches, which are not made, of a module's kernels from now on: kernel, arguments and settings."""
+    launches = []
+
+    class Recorder:
+        def __init__(self, kernel):
+            self.kernel = triton.JITFunction(kernel.fn)
+
+        def __getitem__(self, grid):
+            return lambda *args, **kwargs: launches.append((self.kernel, args, kwargs))
+
+    for name in names:
+        monkeypatch.setattr(module, name, Recorder(getattr(module, name)))
+    return launches
+
+
 def compiled(kernel, args, kwargs):
     from triton.backends.compiler import GPUTarget
 
     options = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
     args = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
     constant = {param.name: args[param.name] for param in kernel.params if param.is_constexpr}
+    constant |= {name: None for name, value in args.items() if value is None}
     types = {name: triton.runtime.jit.mangle_type(value) for name, value in args.items()}
     aligned = [name for name, value in args.items() if isinstance(value, torch.Tensor) or name.endswith("stride")]
     source = triton.compiler.ASTSource(
