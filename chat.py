@@ -9,12 +9,14 @@ is quick.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
 
 if __name__ == "__main__":  # from here on Ctrl-C ends quietly, also while the rest is imported
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+    gc.disable()  # until then: what is imported stays, and to look through it again and again takes 0.2 s
 
 import argparse
 import json
@@ -205,6 +207,9 @@ def open_model(args: argparse.Namespace, name: str | None = None):
     from model import DTYPES
     from tokenizer import Tokenizer
 
+    if not gc.isenabled():
+        gc.freeze()
+        gc.enable()
     folder, device = model_folder(name or args.model, args.offline), device_of(args.device)
     tokenizer = Tokenizer.from_folder(folder)
     if args.raw:
