@@ -24,7 +24,6 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -33,7 +32,7 @@ from torch import Tensor
 import native
 from paged import PagedCache
 from quantized import Int4Cache, Int8Cache
-from seam import CacheFull, KVCache, attention
+from seam import CacheFull, KVCache, attention, triton_serves
 
 # ---- one conversation
 
@@ -444,7 +443,7 @@ def make(
         place, cls = torch.device("cpu"), cls if device.type == "cpu" else StagedCache
     else:
         place = device
-    if cls is ContiguousCache and device.type == "cuda" and find_spec("triton"):
+    if cls is ContiguousCache and triton_serves(device):
         cls = FlashCache
     needed, free = cls.bytes_for(config, capacity, dtype), free_memory(place)
     if needed > free and options.get("folder") is None:

@@ -18,7 +18,6 @@ from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import cached_property, partial
 from hashlib import sha256
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -28,6 +27,7 @@ from torch.nn import functional as F
 
 import native
 from linear import FORMATS, WHOLE, Columns, Linear, Packed, Rows, Whole, empty, fixed
+from seam import triton_serves
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -793,7 +793,7 @@ def place(
 def ready(model: Llama) -> Llama:
     """A model whose weights are in place, with the fastest steps that there are where it is."""
     native.quicken(model)
-    if model.device.type == "cuda" and model.world == 1 and find_spec("triton"):
+    if model.world == 1 and triton_serves(model.device):
         import fused
 
         fused.quicken(model)

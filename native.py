@@ -1,8 +1,9 @@
 """What a model does on a CPU, by the kernels that the machine's own C compiler makes of kernels/, once, in two seconds.
 
 A step multiplies one row by every matrix. torch's calls do that at a third to a half of the speed at which memory
-could be read, and need about fifty small calls a layer beside; here it is six. Many rows are faster too where torch has
-no kernels for the dtype. Where there is no compiler, or it is not Linux, torch's calls do it all.
+could be read, and need about fifty small calls a layer beside, between which nothing is read at all; here the whole
+step is one call, of a list of jobs. Many rows are faster too where torch has no kernels for the dtype. Where there is
+no compiler, or it is not Linux, torch's calls do it all.
 """
 
 from __future__ import annotations
@@ -106,7 +107,8 @@ def computes(device: torch.device, head_dim: int) -> bool:
 
 
 class Job(ctypes.Structure):
-    """Tensors are given by their addresses, and whoever makes a job keeps them until it is performed."""
+    """Field by field as in kernels/. Tensors are given by their addresses, and whoever makes a job keeps them until it is
+    performed."""
 
     _fields_ = [("run", c_void_p)]
 
@@ -142,7 +144,7 @@ class Attend(Job):
     ]
 
     @classmethod
-    def with_(cls, y: Tensor, kv_heads: int, q: Tensor, k: Tensor | None = None, v: Tensor | None = None) -> Attend:
+    def of(cls, y: Tensor, kv_heads: int, q: Tensor, k: Tensor | None = None, v: Tensor | None = None) -> Attend:
         """All float32, each row of heads dense."""
         _, heads, dim = q.shape
         addresses = (x if x is None else x.data_ptr() for x in (y, q, k, v))
@@ -221,7 +223,7 @@ class Held:
             for x in (q, *new)
         ]
         y = torch.empty(q.shape)
-        perform([Attend.with_(y, self._kv_heads, *rows).over(self, seen)])
+        perform([Attend.of(y, self._kv_heads, *rows).over(self, seen)])
         return y
 
 
@@ -343,7 +345,7 @@ class Layers:
         first, self._tokens, self._given = self._layers[0], len(x), (x, cos, sin)
         qkv, inner = (torch.empty(len(x), matrix.outputs) for matrix in (first.qkv, first.gate_up))
         y, split = torch.empty(len(x), first.heads, first.dim), first.split(qkv)
-        self._attends = [Attend.with_(y, first.kv_heads, *split) for _ in self._layers]
+        self._attends = [Attend.of(y, first.kv_heads, *split) for _ in self._layers]
         self._jobs = [
             job
             for layer, attend in zip(self._layers, self._attends, strict=True)

@@ -5,14 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from hashlib import sha256
-from importlib.util import find_spec
 from itertools import groupby, takewhile
 
 import torch
 from torch import Tensor
 
 import native
-from seam import CacheFull, KVCache
+from seam import CacheFull, KVCache, triton_serves
 
 
 class Pool:
@@ -227,7 +226,7 @@ class PagedBatch:
     @staticmethod
     def of(sequences: list[PagedCache]) -> PagedBatch:
         """Their pass, on the kernels of flash.py or native.py where they run."""
-        if sequences[0].device.type == "cuda" and find_spec("triton") is not None:
+        if triton_serves(sequences[0].device):
             return FlashBatch(sequences)
         return (PagedBatch if sequences[0].pool.kernels is None else NativeBatch)(sequences)
 

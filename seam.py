@@ -14,6 +14,7 @@ import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
@@ -37,6 +38,21 @@ class RankError(Exception):
 
 
 # ---- attention
+
+
+@cache
+def triton_serves(device: torch.device) -> bool:
+    """Whether Triton's kernels run there: on CUDA, of which not every GPU will do, and with a C compiler at hand. The
+    smallest attention tells, before anything relies on it."""
+    if device.type != "cuda":
+        return False
+    try:
+        from flash import paged_attention
+
+        ones, table = torch.ones(1, 1, 16, device=device), torch.ones(1, 1, dtype=torch.int32, device=device)
+        return paged_attention(ones, ones, ones, table - 1, table[0], 1).eq(1).all().item()
+    except Exception:  # whatever stops it, torch's own calls do the same
+        return False
 
 
 class Piece(NamedTuple):

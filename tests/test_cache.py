@@ -190,6 +190,11 @@ def test_kernels_for_a_cpu_do_not_read_what_is_attended_on_a_device(model):
     assert StagedCache(model.config, 64, "cpu", model.dtype)._kernels is None
 
 
+def test_a_device_that_triton_cannot_serve_is_left_to_torch():
+    assert not seam.triton_serves(torch.device("cpu"))
+    assert seam.triton_serves(torch.device("cuda")) <= torch.cuda.is_available()
+
+
 def test_a_pass_that_fails_leaves_the_cache_as_it_was(model, cache, monkeypatch):
     logits_of(model, cache, TOKENS[:50])
     attend = type(cache).attend
