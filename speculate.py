@@ -1,6 +1,6 @@
 """Drafts: guesses at the next tokens, which the model judges in one pass (speculative decoding, arXiv 2211.17192).
 
-A pass over sixteen tokens reads the same weights as a pass over one. So a draft is appended to the last token, and each
+A pass over four tokens reads the same weights as a pass over one, and takes little longer. So a draft is appended to the last token, and each
 row of logits draws the token that it would have drawn anyway; as long as that is the drafted one, the next row is right
 too. The answer is the same with a draft and without one, sampled ones included: only the number of passes differs.
 (That is so in exact arithmetic, and in float32 in practice. In 16 bits sums that are taken together round otherwise,
@@ -23,7 +23,7 @@ class Lookup(Drafts):
 
     def begin(self, tokens: list[int]) -> None:
         self._after: dict[tuple[int, ...], int] = {}  # where the newest place after such tokens is
-        self._known, self._length, self._pause, self._silent = self.SPAN, 4, 1, 0
+        self._known, self._length, self._pause, self._silent = self.SPAN, 3, 1, 0
 
     def propose(self, tokens: list[int], most: int) -> list[int]:
         for place in range(self._known, len(tokens)):
@@ -37,7 +37,7 @@ class Lookup(Drafts):
 
     def judge(self, proposed: int, accepted: int) -> None:
         if accepted:
-            self._pause, self._length = 1, min(MOST, 2 * accepted + 2)
+            self._pause, self._length = 1, min(MOST, 2 * accepted + 1)
         else:
             self._silent, self._pause = self._pause, min(2 * self._pause, self.LONGEST_PAUSE)
 

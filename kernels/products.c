@@ -36,10 +36,11 @@ SPECIAL float dot(const void *w, enum kind kind, const float *x, long n) {
     return sum((a + b) + (c + d));
 }
 
-/* Of few tokens the weights are read but once, and that is what takes the time. Of many, what is loaded has to serve
+/* Of few tokens, to read the weights is what takes the time. Of many, what is loaded has to serve
  * several multiplications (Goto and van de Geijn, Anatomy of high-performance matrix multiplication, 2008): TILES tiles
  * of tokens stay in the second cache of a core while the weights pass, those of a piece of the outputs stay there while
  * the tiles pass, and the sums of a tile of tokens and of some outputs stay in registers while their inputs pass. */
+#define FEW 8               /* tokens for which that does not pay yet */
 #define TILES 8
 #define DEEP 768            /* most inputs at a time */
 #define ROOM (9 * LANES)    /* rows of sums: two times one block of outputs in 4 bits, in whole tiles */
@@ -235,6 +236,79 @@ static void one(const struct product *p) {
     free(normed);
 }
 
+/* R outputs of the weights `w` for up to four tokens, x [tokens, n], into sums [R, width]. */
+SPECIAL void corner(float *sums, long width, const char *w, enum kind kind, const float *x, long tokens, long n,
+                    const int R) {
+    const long row = n * size_of[kind];
+    vec all[2][4] = {0};
+    const float *token[4];
+    for (int t = 0; t < 4; t++) token[t] = x + (t < tokens ? t : tokens - 1) * n;
+    long i = 0;
+    for (; i + LANES <= n; i += LANES, w += LANES * size_of[kind]) {
+        vec values[4];
+#pragma GCC unroll 4
+        for (int t = 0; t < 4; t++) values[t] = load(token[t] + i, F32);
+#pragma GCC unroll 2
+        for (int r = 0; r < R; r++) {
+            const vec weight = load(w + r * row, kind);
+            __builtin_prefetch(w + (r + 4) * row, 0, 2); /* so that reading does not stop where a row ends */
+#pragma GCC unroll 4
+            for (int t = 0; t < 4; t++) all[r][t] += weight * values[t];
+        }
+    }
+    for (int r = 0; i < n && r < R; r++)
+        for (int t = 0; t < 4; t++) all[r][t] += load_rest(w + r * row, kind, n - i) * load_rest(token[t] + i, F32, n - i);
+#pragma GCC unroll 2
+    for (int r = 0; r < R; r++) {
+        const quad four = sums_of(all[r]);
+        memcpy(sums + r * width, &four, sizeof four);
+    }
+}
+
+SPECIAL void corners(float *sums, long width, const float *x, long T, const struct matrix *m, enum kind kind, long first,
+                     long rows) {
+    for (long r = 0; r < rows; r += 2)
+        for (long t = 0; t < T; t += 4) {
+            const char *w = (const char *)m->weight + (first + r) * m->n * size_of[kind];
+            float *to = sums + r * width + t;
+            if (r + 2 <= rows) corner(to, width, w, kind, x + t * m->n, T - t, m->n, 2);
+            else corner(to, width, w, kind, x + t * m->n, T - t, m->n, 1);
+        }
+}
+
+/* A few tokens: a weight that is read serves them all, and what is read of four tokens serves two outputs. */
+static void few(const struct product *p) {
+    const struct matrix *m = &p->matrix;
+    const long T = p->T, n = m->n, width = (T + 3) / 4 * 4, piece = 16;
+    const long halves = p->ending == SWIGLU ? 2 : 1, kept = m->outputs / halves;
+    float *normed;
+#pragma omp single copyprivate(normed)
+    normed = p->norm ? malloc(T * n * sizeof *normed) : NULL;
+    if (normed) {
+#pragma omp for schedule(static)
+        for (long t = 0; t < T; t++) rms_norm(normed + t * n, p->x + t * n, p->norm, p->eps, n);
+    }
+    const float *x = normed ? normed : p->x;
+#pragma omp for schedule(static)
+    for (long first = 0; first < kept; first += piece) {
+        float sums[2 * piece * width];
+        const long rows = kept - first < piece ? kept - first : piece;
+        for (long h = 0; h < halves; h++) {
+            float *to = sums + h * rows * width;
+            const long row = first + h * kept;
+            switch (m->kind) {
+            case F32: corners(to, width, x, T, m, F32, row, rows); break;
+            case F16: corners(to, width, x, T, m, F16, row, rows); break;
+            case BF16: corners(to, width, x, T, m, BF16, row, rows); break;
+            default: corners(to, width, x, T, m, I8, row, rows);
+            }
+        }
+        finish(p->y, sums, T, width, m, p->ending, first, rows, rows);
+    }
+#pragma omp master
+    free(normed);
+}
+
 static _Thread_local float wide[ROOM * STRIDE], summed[TILES * ROOM * 2 * LANES];
 
 /* All threads take pieces of the outputs, for as many tiles of tokens as stay near; a piece of a SwiGLU is as many of its
@@ -285,6 +359,7 @@ static void many(const struct product *p) {
 void product(const struct job *job) {
     const struct product *p = (const struct product *)job;
     if (p->T == 1) one(p);
+    else if (p->T <= FEW && p->matrix.kind != I4) few(p);
     else many(p);
 }
 

@@ -209,7 +209,7 @@ def test_what_is_quoted_is_drafted_in_growing_parts():
 def test_the_newest_place_counts_and_a_draft_ends_with_what_is_known():
     lookup = Lookup()
     lookup.begin([])
-    assert lookup.propose([1, 2, 3, 10, 11, 1, 2, 3, 20, 21, 1, 2, 3], 15) == [20, 21, 1, 2]
+    assert lookup.propose([1, 2, 3, 10, 11, 1, 2, 3, 20, 21, 1, 2, 3], 15) == [20, 21, 1]
     assert lookup.propose([1, 2, 3, 10, 11, 1, 2, 3, 20, 21, 1, 2, 3], 1) == [20]
     assert lookup.propose([1, 2], 15) == []
     assert lookup.propose([1, 2, 3, 10, 11, 1, 2, 3, 20, 21, 1, 2, 3, 7, 8, 9], 15) == []
