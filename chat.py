@@ -200,6 +200,17 @@ def device_of(name: str):
     return torch.device(name)
 
 
+def import_engine() -> None:
+    """From here on garbage is collected, and what is imported is not looked through for it. Who calls this may stay:
+    an import that fails within another holds its callers' variables."""
+    import generate  # noqa: F401
+    import tokenizer  # noqa: F401
+
+    if not gc.isenabled():
+        gc.freeze()
+        gc.enable()
+
+
 def open_model(args: argparse.Namespace, name: str | None = None):
     """Load the model of a name, or the one that the options name: it, its tokenizer, and the context's length. Raises
     one of ``user_errors``."""
@@ -207,9 +218,7 @@ def open_model(args: argparse.Namespace, name: str | None = None):
     from model import DTYPES
     from tokenizer import Tokenizer
 
-    if not gc.isenabled():
-        gc.freeze()
-        gc.enable()
+    import_engine()
     folder, device = model_folder(name or args.model, args.offline), device_of(args.device)
     tokenizer = Tokenizer.from_folder(folder)
     if args.raw:
@@ -557,8 +566,9 @@ def run(argv: list[str] | None) -> int:
         raise ChatError("--json needs -p TEXT or piped stdin, and no --interactive")
     if talks and not (sys.stdin and sys.stdin.isatty()):
         read_from_terminal()
-    sampling, session = sampling_of(args), open_session(args)
-    conversation = Conversation(session, sampling, output_for(args), args.system, args.raw, args.on_full)
+    sampling = sampling_of(args)
+    import_engine()
+    conversation = Conversation(open_session(args), sampling, output_for(args), args.system, args.raw, args.on_full)
     if talks:
         Repl(conversation, lambda name: open_session(args, name), args.vi).run(args.load, text)
         return 0
@@ -566,7 +576,7 @@ def run(argv: list[str] | None) -> int:
         conversation.load(args.load)
         conversation.system = args.system or conversation.system
     conversation.say(text)
-    return 130 if session.last.stop == "interrupt" else 0
+    return 130 if conversation.session.last.stop == "interrupt" else 0
 
 
 def output_for(args: argparse.Namespace):

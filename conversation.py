@@ -6,6 +6,7 @@ itself how much of them its cache still holds.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -287,6 +288,7 @@ class Conversation:
             name: Branch(session if name == self.name else session.fork(), branch.messages)
             for name, branch in self.branches.items()
         }
+        gc.collect()  # the old model's parts hold each other, and its memory is wanted now
 
     # ---- files
 

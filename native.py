@@ -107,8 +107,8 @@ def computes(device: torch.device, head_dim: int) -> bool:
 
 
 class Job(ctypes.Structure):
-    """Field by field as in kernels/. Tensors are given by their addresses, and whoever makes a job keeps them until it is
-    performed."""
+    """Field by field as in kernels/. Tensors are given by their addresses, and whoever makes a job keeps them until it
+    is performed."""
 
     _fields_ = [("run", c_void_p)]
 
@@ -321,37 +321,50 @@ class Halves:
         return qkv.view(len(qkv), -1, self.dim).split_with_sizes(heads, 1)
 
 
-class Layers:
-    """All layers, in one call where the kernels attend too: between two calls from Python, a processor that could read
-    weights does nothing."""
+class Pass:
+    """All layers over so many tokens: jobs over memory that stays, of which attention's are told where to look."""
 
-    def __init__(self, layers: list[Halves], usual):
-        self._layers, self._usual, self._tokens = layers, usual, 0
+    def __init__(self, layers: list[Halves], *given: Tensor):
+        self._given = x, cos, sin = [torch.empty_like(one, memory_format=torch.contiguous_format) for one in given]
+        first, self.tokens = layers[0], len(x)
+        qkv, inner = (torch.empty(len(x), matrix.outputs) for matrix in (first.qkv, first.gate_up))
+        y, split = torch.empty(len(x), first.heads, first.dim), first.split(qkv)
+        self._kept, self._attends = (qkv, inner, y), [Attend.of(y, first.kv_heads, *split) for _ in layers]
+        self._jobs = [
+            job
+            for layer, attend in zip(layers, self._attends, strict=True)
+            for job in (*layer.jobs_before(qkv, x, cos, sin), attend, *layer.jobs_after(x, y, inner))
+        ]
 
-    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache) -> Tensor:
-        if (where := kv_cache.for_kernels(len(x))) is None:
-            return self._usual(x, cos, sin, kv_cache)
-        if len(x) != self._tokens:
-            self._make(*(torch.empty_like(value, memory_format=torch.contiguous_format) for value in (x, cos, sin)))
-        for mine, new in zip(self._given, (x, cos, sin), strict=True):
+    def __call__(self, where: list[tuple[Held, Seen]], *given: Tensor) -> Tensor:
+        for mine, new in zip(self._given, given, strict=True):
             mine.copy_(new)
         for attend, (held, seen) in zip(self._attends, where, strict=True):
             attend.over(held, seen)
         perform(self._jobs)
         return self._given[0].clone()
 
-    def _make(self, x: Tensor, cos: Tensor, sin: Tensor) -> None:
-        """What is the same in each pass of so many tokens."""
-        first, self._tokens, self._given = self._layers[0], len(x), (x, cos, sin)
-        qkv, inner = (torch.empty(len(x), matrix.outputs) for matrix in (first.qkv, first.gate_up))
-        y, split = torch.empty(len(x), first.heads, first.dim), first.split(qkv)
-        self._attends = [Attend.of(y, first.kv_heads, *split) for _ in self._layers]
-        self._jobs = [
-            job
-            for layer, attend in zip(self._layers, self._attends, strict=True)
-            for job in (*layer.jobs_before(qkv, x, cos, sin), attend, *layer.jobs_after(x, y, inner))
-        ]
-        self._kept = qkv, y, inner
+
+class Layers:
+    """All layers, in one call where the kernels attend too: between two calls from Python, a processor that could read
+    weights does nothing."""
+
+    def __init__(self, layers: list[Halves], usual):
+        self._layers, self._usual = layers, usual
+        self._spare: list[Pass] = []  # the newest, unless it is in use or broke off
+
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache) -> Tensor:
+        if (where := kv_cache.for_kernels(len(x))) is None:
+            return self._usual(x, cos, sin, kv_cache)
+        try:
+            one = self._spare.pop()
+        except IndexError:
+            one = None
+        if one is None or one.tokens != len(x):
+            one = Pass(self._layers, x, cos, sin)
+        y = one(where, x, cos, sin)
+        self._spare[:] = [one]
+        return y
 
 
 def quicken(model) -> None:

@@ -1,8 +1,9 @@
 """Drafts: guesses at the next tokens, which the model judges in one pass (speculative decoding, arXiv 2211.17192).
 
-A pass over four tokens reads the same weights as a pass over one, and takes little longer. So a draft is appended to the last token, and each
-row of logits draws the token that it would have drawn anyway; as long as that is the drafted one, the next row is right
-too. The answer is the same with a draft and without one, sampled ones included: only the number of passes differs.
+A pass over four tokens reads the same weights as a pass over one, and takes little longer. So a draft is appended to
+the last token, and each row of logits draws the token that it would have drawn anyway; as long as that is the drafted
+one, the next row is right too. The answer is the same with a draft and without one, sampled ones included: only the
+number of passes differs.
 (That is so in exact arithmetic, and in float32 in practice. In 16 bits sums that are taken together round otherwise,
 and a quantized cache settles its groups by the pass.)
 """

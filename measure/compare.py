@@ -16,7 +16,7 @@ AFTER, LEAST_TEXT = 512, 512 + 32  # steps after so many tokens of the text are 
 
 # When to use which: what the table ends with.
 USES = {
-    "contiguous": "one conversation: the fastest",
+    "contiguous": "one conversation: the simplest",
     "paged": "branches, samples, batches: what they share is held once",
     "int8": "twice the context in the same memory",
     "int4": "three times the context in the same memory",

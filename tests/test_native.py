@@ -3,6 +3,7 @@
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
 
@@ -331,6 +332,46 @@ def test_a_step_is_one_call(folders, monkeypatch):
         kv_cache.extend(n)
         model(torch.arange(n), kv_cache)
     assert calls == [6 * len(model.layers)]
+
+
+@needs_compiler
+def test_a_pass_that_breaks_off_while_it_is_made_leaves_nothing_behind(folders, monkeypatch):
+    """Ctrl-C, or no memory: jobs over memory that is gone would write into what others have there now."""
+    model, of = load(folders / "GQA"), native.Attend.of
+
+    def hidden(tokens):
+        kv_cache = make("contiguous", model.config, 96, "cpu", torch.float32)
+        kv_cache.extend(tokens)
+        return model(torch.arange(tokens), kv_cache)
+
+    expected = [hidden(tokens) for tokens in (7, 3, 7)]
+
+    def broken(*args):
+        raise KeyboardInterrupt
+
+    for tokens, same in zip((7, 3, 7), expected, strict=True):
+        monkeypatch.setattr(native.Attend, "of", broken)
+        with pytest.raises(KeyboardInterrupt):
+            hidden(11)
+        monkeypatch.setattr(native.Attend, "of", of)
+        assert torch.equal(hidden(tokens), same)
+
+
+@needs_compiler
+def test_two_threads_may_share_a_model(folders):
+    model = load(folders / "GQA")
+
+    def said(start):
+        kv_cache, out = make("contiguous", model.config, 96, "cpu", torch.float32), []
+        for n in (9, *[1] * 20):
+            kv_cache.extend(n)
+            out.append(model(torch.arange(start, start + n), kv_cache))
+        return torch.cat(out)
+
+    alone = [said(start) for start in (1, 40)]
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(5):
+            assert all(map(torch.equal, pool.map(said, (1, 40)), alone))
 
 
 def test_half_precision_is_attended_in_float32_where_the_processor_has_no_kernels_for_it(monkeypatch):
