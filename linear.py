@@ -268,7 +268,7 @@ def unpack_int4(packed: Tensor, rows: int) -> Tensor:
 def rows_in_a_block() -> int:
     """The ``rows`` of ``unpack_int4`` on this machine, where torch's order depends on the vector units; 0 when it is
     another order altogether, in which case only torch's kernel can read it."""
-    numbers = torch.arange(64 * 32).mul(7).remainder(16).view(64, 32).int()
+    numbers = torch.randint(16, (64, 32), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
     packed = aten._convert_weight_to_int4pack_for_cpu(numbers, 1)
     return next((rows for rows in (64, 32) if torch.equal(unpack_int4(packed, rows).T, numbers)), 0)
 

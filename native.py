@@ -378,7 +378,7 @@ def quicken(model) -> None:
         layer.before = for_few(halves.before, layer.before, most)
         layer.after = for_few(halves.after, layer.after, most)
     if all(layer.o.alone for layer in layers):
-        model.through = Layers(layers, model.through)
+        model.through = for_few(Layers(layers, model.through), model.through, most)
     model.head = for_few(Matrix(model.lm_head, model.norm), model.head, most)
 
 

@@ -19,7 +19,7 @@ from cache import make
 from linear import FORMATS, Int4Linear, Linear, Whole, fixed
 from model import Config, Llama, RMSNorm, Rotary, load, random_model
 from native import ADD, FEW, SET, SWIGLU, Matrix
-from paged import PagedBatch
+from paged import PagedBatch, Pool
 from seam import Piece, attention
 
 needs_compiler = pytest.mark.skipif(
@@ -332,6 +332,21 @@ def test_a_step_is_one_call(folders, monkeypatch):
         kv_cache.extend(n)
         model(torch.arange(n), kv_cache)
     assert calls == [6 * len(model.layers)]
+
+
+@needs_compiler
+def test_passes_are_left_to_torch_where_it_multiplies_faster(folders, monkeypatch):
+    """Also those of many sequences, each with a single token, which the kernels would attend."""
+    model = load(folders / "GQA")
+    pool, performed, perform = Pool(model.config, 40, "cpu", torch.float32), [], native.perform
+    monkeypatch.setattr(native, "perform", lambda jobs: (performed.append(len(jobs)), perform(jobs)))
+    for count in (FEW, FEW + 1):
+        sequences = [pool.sequence(16) for _ in range(count)]
+        for sequence in sequences:
+            sequence.extend(1)
+        performed.clear()
+        model(torch.arange(count), PagedBatch.of(sequences))
+        assert performed == ([6 * len(model.layers)] if count == FEW else [1] * len(model.layers))
 
 
 @needs_compiler
