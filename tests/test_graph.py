@@ -215,8 +215,10 @@ def recorded(graph, stream):
     graph.recording = recording
 
 
-def attention_by_lengths(q, keys, values, tables, lengths, page_size, window):
+def attention_by_lengths(q, keys, values, tables, lengths, page_size, window, new):
     """flash.paged_attention over the one page of a FlashCache, by torch, which Recording sees."""
+    for held, its in zip((keys, values), new, strict=True):
+        held.index_copy_(1, lengths.long() - 1, its.transpose(0, 1))
     slots = torch.arange(page_size)
     unseen = (slots >= lengths) | (slots < lengths - (page_size if window is None else window))
     scores = q.view(len(keys), -1, q.shape[-1]) @ keys.mT / q.shape[-1] ** 0.5

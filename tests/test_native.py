@@ -200,10 +200,10 @@ def test_a_pass_attends_over_what_the_cache_holds(kind, window, dtype, passes, g
     """In each layout, its own tokens stored: what ``_read`` tells, in float64, each query up to itself."""
     torch.manual_seed(seed)
     config = Config(8, 64, 8, 1, 2 * group, 2, 32, windows=(window,), rotary=(True,))
-    kv_cache = make(kind, config, 290, "cpu", dtype)
+    kv_cache = make(kind, config, 150 if kind == "sinks" else 360, "cpu", dtype)  # sinks forget
     for n in passes:
         while n > 0:
-            now = min(n, kv_cache.room)
+            now = min(n, max(1, kv_cache.room))
             kv_cache.extend(now)
             q, k, v = (3 * torch.randn(now, heads, 32) for heads in (2 * group, 2, 2))
             held, n = kv_cache._kernels[0], n - now

@@ -63,7 +63,8 @@ def test_three_ranks_answer_as_one_process_does_with_the_default_model(state, de
 
 
 KNOWN_HERE = {
-    *("attend", "bytes_at", "bytes_each", "bytes_for", "held_at", "missing", "reusable", "shapes", "state"),
+    *("attend", "bytes_at", "bytes_each", "bytes_for", "for_kernels", "held_at", "missing", "reusable", "shapes"),
+    "state",
     *("restore", "turn", "take", "share", "drop", "rename", "write", "copy"),  # done inside of what all are told
 }
 
