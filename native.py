@@ -1,4 +1,4 @@
-"""What a model does on a CPU, by the kernels that the machine's own C compiler makes of kernels/, once, in two seconds.
+"""What a model does on a CPU, by the kernels that the machine's own C compiler makes of kernels/, once.
 
 A step multiplies one row by every matrix. torch's calls do that at a third to a half of the speed at which memory
 could be read, and need about fifty small calls a layer beside, between which nothing is read at all; here the whole
@@ -122,6 +122,8 @@ def _address(name: str) -> int:
 
 
 class Product(Job):
+    """y (=, += or SwiGLU of) weight · x + bias, x normed first where norm is given."""
+
     _fields_ = [
         *(("weight", c_void_p), ("kind", c_long), ("steps", c_void_p), ("bias", c_void_p)),
         *(("outputs", c_long), ("inputs", c_long), ("norm", c_void_p), ("eps", c_float)),
@@ -130,6 +132,8 @@ class Product(Job):
 
 
 class Turn(Job):
+    """The heads of q and k in x, normed where weights are given, turned where cosines are."""
+
     _fields_ = [
         *(("x", c_void_p), *((name, c_long) for name in ("tokens", "width", "heads", "kv_heads", "head_dim"))),
         *(("q_norm", c_void_p), ("k_norm", c_void_p), ("eps", c_float), ("cos", c_void_p), ("sin", c_void_p)),
@@ -137,6 +141,8 @@ class Turn(Job):
 
 
 class Attend(Job):
+    """softmax(q kᵀ / √D) v over what lies in ``memories``, k and v being stored there first."""
+
     _fields_ = [
         *((name, c_void_p) for name in ("y", "q", "k", "v")),
         *(("rows", c_long * 3), ("memories", c_void_p), ("seen", c_void_p)),
