@@ -176,7 +176,6 @@ static void look_at(float *y, const float *q, const struct sight *sees, long row
             for (long i = 0; i < D; i++) turned[i * GROUP + s] = s < n ? k[s * D + i] : 0;
         long r = 0;
         for (; across && r + 6 <= rows; r += 6) look(y + r * (D + 2), q + r * D, sees + r, turned, 1, v, 6, at, n, D);
-        for (; across && r < rows; r++) look(y + r * (D + 2), q + r * D, sees + r, turned, 1, v, 1, at, n, D);
         for (; r + 3 <= rows; r += 3) look(y + r * (D + 2), q + r * D, sees + r, k, 0, v, 3, at, n, D);
         for (; r < rows; r++) look(y + r * (D + 2), q + r * D, sees + r, k, 0, v, 1, at, n, D);
     }

@@ -160,6 +160,7 @@ SPECIAL void single_block(float *y, const float *x, const struct matrix *m, long
             part[3] += x[i] * floats(pair[1] >> 4);
             all += x[i];
         }
+#pragma GCC unroll 4
         for (int j = 0; j < 4; j++) {
             ints both;
             memcpy(&both, steps + group * m->outputs + first + j * LANES, sizeof both);
@@ -236,10 +237,8 @@ static void one(const struct product *p) {
     free(normed);
 }
 
-/* R outputs of the weights `w` for up to four tokens, x [tokens, n], into sums [R, width]. */
-SPECIAL void corner(float *sums, long width, const char *w, enum kind kind, const float *x, long tokens, long n,
-                    const int R) {
-    const long row = n * size_of[kind];
+/* Two outputs of the weights `w`, so far from each other, for up to four tokens, x [tokens, n], into the rows of sums. */
+SPECIAL void corner(float *sums[2], const char *w, long apart, enum kind kind, const float *x, long tokens, long n) {
     vec all[2][4] = {0};
     const float *token[4];
     for (int t = 0; t < 4; t++) token[t] = x + (t < tokens ? t : tokens - 1) * n;
@@ -249,30 +248,33 @@ SPECIAL void corner(float *sums, long width, const char *w, enum kind kind, cons
 #pragma GCC unroll 4
         for (int t = 0; t < 4; t++) values[t] = load(token[t] + i, F32);
 #pragma GCC unroll 2
-        for (int r = 0; r < R; r++) {
-            const vec weight = load(w + r * row, kind);
-            __builtin_prefetch(w + (r + 4) * row, 0, 2); /* so that reading does not stop where a row ends */
+        for (int r = 0; r < 2; r++) {
+            const vec weight = load(w + r * apart, kind);
+            __builtin_prefetch(w + (r + 4) * apart, 0, 2); /* so that reading does not stop where a row ends */
 #pragma GCC unroll 4
             for (int t = 0; t < 4; t++) all[r][t] += weight * values[t];
         }
     }
-    for (int r = 0; i < n && r < R; r++)
-        for (int t = 0; t < 4; t++) all[r][t] += load_rest(w + r * row, kind, n - i) * load_rest(token[t] + i, F32, n - i);
 #pragma GCC unroll 2
-    for (int r = 0; r < R; r++) {
+    for (int r = 0; i < n && r < 2; r++)
+#pragma GCC unroll 4
+        for (int t = 0; t < 4; t++) all[r][t] += load_rest(w + r * apart, kind, n - i) * load_rest(token[t] + i, F32, n - i);
+#pragma GCC unroll 2
+    for (int r = 0; r < 2; r++) {
         const quad four = sums_of(all[r]);
-        memcpy(sums + r * width, &four, sizeof four);
+        memcpy(sums[r], &four, sizeof four);
     }
 }
 
 SPECIAL void corners(float *sums, long width, const float *x, long T, const struct matrix *m, enum kind kind, long first,
                      long rows) {
+    const long row = m->n * size_of[kind];
     for (long r = 0; r < rows; r += 2)
         for (long t = 0; t < T; t += 4) {
-            const char *w = (const char *)m->weight + (first + r) * m->n * size_of[kind];
+            const long other = r + 1 < rows; /* or the only one twice */
             float *to = sums + r * width + t;
-            if (r + 2 <= rows) corner(to, width, w, kind, x + t * m->n, T - t, m->n, 2);
-            else corner(to, width, w, kind, x + t * m->n, T - t, m->n, 1);
+            corner((float *[]){to, to + other * width}, (const char *)m->weight + (first + r) * row, other * row, kind,
+                   x + t * m->n, T - t, m->n);
         }
 }
 

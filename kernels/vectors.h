@@ -24,33 +24,35 @@ typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef float quad __attribute__((vector_size(16)));
 typedef int32_t ints __attribute__((vector_size(4 * LANES)));
 
-/* LANES values in memory as floats or integers. Compilers know that on x86 each is one instruction, but not all of them
- * when it is written as a conversion. */
-#if defined(__AVX512F__)
-#include <immintrin.h>
-SPECIAL vec halves(const void *p) { return (vec)_mm512_cvtph_ps(_mm256_loadu_si256(p)); }
-SPECIAL ints shorts(const void *p) { return (ints)_mm512_cvtepu16_epi32(_mm256_loadu_si256(p)); }
-SPECIAL ints chars(const void *p) { return (ints)_mm512_cvtepi8_epi32(_mm_loadu_si128(p)); }
-SPECIAL ints bytes(const void *p) { return (ints)_mm512_cvtepu8_epi32(_mm_loadu_si128(p)); }
-SPECIAL vec floats(ints i) { return (vec)_mm512_cvtepi32_ps((__m512i)i); }
-SPECIAL uint16_t half(float f) { return _cvtss_sh(f, 0); }
-SPECIAL quad sums(quad a, quad b, quad c, quad d) { return _mm_hadd_ps(_mm_hadd_ps(a, b), _mm_hadd_ps(c, d)); }
-#elif defined(__AVX2__) && defined(__F16C__)
-#include <immintrin.h>
-SPECIAL vec halves(const void *p) { return (vec)_mm256_cvtph_ps(_mm_loadu_si128(p)); }
-SPECIAL ints shorts(const void *p) { return (ints)_mm256_cvtepu16_epi32(_mm_loadu_si128(p)); }
-SPECIAL ints chars(const void *p) { return (ints)_mm256_cvtepi8_epi32(_mm_loadl_epi64(p)); }
-SPECIAL ints bytes(const void *p) { return (ints)_mm256_cvtepu8_epi32(_mm_loadl_epi64(p)); }
-SPECIAL vec floats(ints i) { return (vec)_mm256_cvtepi32_ps((__m256i)i); }
-SPECIAL uint16_t half(float f) { return _cvtss_sh(f, 0); }
-SPECIAL quad sums(quad a, quad b, quad c, quad d) { return _mm_hadd_ps(_mm_hadd_ps(a, b), _mm_hadd_ps(c, d)); }
+/* LANES values in memory as floats or integers, each by one instruction on x86: not all compilers find it when it is
+ * written as a conversion, and to read the header of their names for it takes as long as to compile a third of this. */
+#if defined(__AVX2__) && defined(__F16C__)
+#define ONE(name, type, instruction, size)                                            \
+    SPECIAL type name(const void *p) {                                                \
+        type v;                                                                       \
+        __asm__(instruction " %1, %0" : "=v"(v) : "m"(*(const char(*)[size * LANES])p)); \
+        return v;                                                                     \
+    }
+ONE(halves, vec, "vcvtph2ps", 2)
+ONE(shorts, ints, "vpmovzxwd", 2)
+ONE(chars, ints, "vpmovsxbd", 1)
+ONE(bytes, ints, "vpmovzxbd", 1)
+SPECIAL uint16_t half(float f) {
+    int32_t __attribute__((vector_size(16))) bits;
+    __asm__("vcvtps2ph $0, %1, %0" : "=x"(bits) : "x"((quad){f}));
+    return bits[0];
+}
+SPECIAL quad pairs(quad a, quad b) {
+    __asm__("vhaddps %2, %1, %0" : "=x"(a) : "x"(a), "x"(b));
+    return a;
+}
+SPECIAL quad sums(quad a, quad b, quad c, quad d) { return pairs(pairs(a, b), pairs(c, d)); }
 #else
 #define EACH(type, all, of) all v; const type *q = of; for (int i = 0; i < LANES; i++) v[i] = q[i]; return v
 SPECIAL vec halves(const void *p) { EACH(_Float16, vec, p); }
 SPECIAL ints shorts(const void *p) { EACH(uint16_t, ints, p); }
 SPECIAL ints chars(const void *p) { EACH(int8_t, ints, p); }
 SPECIAL ints bytes(const void *p) { EACH(uint8_t, ints, p); }
-SPECIAL vec floats(ints n) { return __builtin_convertvector(n, vec); }
 SPECIAL uint16_t half(float f) {
     const _Float16 rounded = f;
     uint16_t bits;
@@ -60,6 +62,8 @@ SPECIAL uint16_t half(float f) {
 SPECIAL float of(quad q) { return (q[0] + q[1]) + (q[2] + q[3]); }
 SPECIAL quad sums(quad a, quad b, quad c, quad d) { return (quad){of(a), of(b), of(c), of(d)}; }
 #endif
+
+SPECIAL vec floats(ints i) { return __builtin_convertvector(i, vec); }
 
 enum kind { F32, F16, BF16, I8, I4, U8, U4 }; /* of stored values: of weights, and of K and V */
 enum ending { SET, ADD, SWIGLU };             /* what becomes of a product */
