@@ -36,9 +36,23 @@ struct memory {
 
 struct stretch { long memory, first, last; }; /* of tokens that lie behind each other, the last one not included */
 
-/* Rows of n values, `apart` bytes, as floats. */
-static void widen_all(float *to, const char *from, enum kind kind, long rows, long n, long apart) {
-    for (; rows > 0; rows--, from += apart, to += n)
+/* Rows of n values, so many bytes from each other. */
+struct rows { const char *at; long apart; };
+
+static struct rows keys_at(const struct memory *m, long h, long slot) {
+    const long size = size_of[m->kind];
+    return (struct rows){m->k + (h * m->k_head + slot * m->k_token) * size, m->k_token * size};
+}
+
+static struct rows values_at(const struct memory *m, long h, long slot) {
+    const long size = size_of[m->kind];
+    return (struct rows){m->v + (h * m->v_head + slot * m->v_token) * size, m->v_token * size};
+}
+
+/* As floats, densely. */
+static void widen_all(float *to, struct rows of, enum kind kind, long rows, long n) {
+    const char *from = of.at;
+    for (; rows > 0; rows--, from += of.apart, to += n)
         switch (kind) {
         case F32: widen(to, from, F32, n); break;
         case F16: widen(to, from, F16, n); break;
@@ -54,56 +68,69 @@ static void widen_all(float *to, const char *from, enum kind kind, long rows, lo
         }
 }
 
-static void keys_of(float *to, const struct memory *m, long h, long first, long n, long D) {
-    const long size = size_of[m->kind], scale = size_of[m->scales];
-    widen_all(to, m->k + (h * m->k_head + first * m->k_token) * size, m->kind, n, D, m->k_token * size);
-    if (m->kind < U8) return;
-    float step[D], low[D];
-    const char *scales = m->k_scales + (h * m->k_scales_head + first / GROUP * D) * scale;
-    widen_all(step, scales, m->scales, 1, D, 0);
-    widen_all(low, scales + m->k_low * scale, m->scales, 1, D, 0);
-    for (long s = 0; s < n; s++, to += D)
-        for (long i = 0; i < D; i++) to[i] = to[i] * step[i] + low[i];
-}
-
-static void values_of(float *to, const struct memory *m, long h, long first, long n, long D) {
-    const long size = size_of[m->kind], scale = size_of[m->scales];
-    widen_all(to, m->v + (h * m->v_head + first * m->v_token) * size, m->kind, n, D, m->v_token * size);
-    if (m->kind < U8) return;
-    float step[GROUP], low[GROUP];
-    const char *scales = m->v_scales + (h * m->v_scales_head + first) * scale;
-    widen_all(step, scales, m->scales, 1, n, 0);
-    widen_all(low, scales + m->v_low * scale, m->scales, 1, n, 0);
-    for (long s = 0; s < n; s++, to += D)
-        for (long i = 0; i < D; i++) to[i] = to[i] * step[s] + low[s];
-}
-
 /* The tokens that a query sees of those before it, by their place in its sequence, the last one not included. */
 struct sight { long first, last; };
 
 /* Scores of GROUP tokens, of which those from `first` to `last` are seen, become weights, and what is in y [D + 2] beside
  * them is shrunk to fit: the unnormalized sum of values, then the largest score and the sum of exponentials (online softmax,
  * arXiv 1805.02867). */
-static void soften(float *y, float *scores, long first, long last, long D) {
+static void soften(float *y, float *scores, int first, int last, long D) {
     if (first >= last) {
         memset(scores, 0, GROUP * sizeof *scores);
         return;
     }
-    for (long s = 0; s < first; s++) scores[s] = LEAST;
-    for (long s = last; s < GROUP; s++) scores[s] = LEAST;
     float most = y[D], more = 0;
+    for (int s = 0; s < GROUP; s++) scores[s] = s < first || s >= last ? LEAST : scores[s];
 #pragma omp simd reduction(max : most)
-    for (long s = 0; s < GROUP; s++) most = scores[s] > most ? scores[s] : most;
+    for (int s = 0; s < GROUP; s++) most = scores[s] > most ? scores[s] : most;
     const float shrink = exponential(y[D] - most);
 #pragma omp simd reduction(+ : more)
-    for (long s = 0; s < GROUP; s++) more += scores[s] = exponential(scores[s] - most);
+    for (int s = 0; s < GROUP; s++) more += scores[s] = s < first || s >= last ? 0 : exponential(scores[s] - most);
     if (shrink < 1)
         for (long i = 0; i < D; i++) y[i] *= shrink;
     y[D] = most, y[D + 1] = y[D + 1] * shrink + more;
 }
 
+/* Up to GROUP tokens of a K/V head, the first of them being the token `at`: k and v [n, D]; and the tokens of which k and v
+ * are read next, `coming` rows of so many bytes. Packed numbers count in steps from a lowest one, here those of the values;
+ * those of the keys' channels are in the queries (step_queries). */
+struct group {
+    struct rows k, v, next[2];
+    long at, n, coming, bytes, packed;
+    float step[GROUP], low[GROUP];
+};
+
+/* Scores [G, GROUP] of G queries. Memory takes long to begin: while four keys are multiplied, four of the next group come
+ * nearer, and their values. */
+SPECIAL void dots(float *scores, const float *q, const struct group *of, enum kind kind, const int G, long D) {
+    const struct rows k = of->k, *next = of->next;
+    for (long s = 0; s < of->n; s += 4) {
+        vec sums[3][4] = {0};
+        const char *key[4];
+        for (int j = 0; j < 4; j++) {
+            key[j] = k.at + (s + j < of->n ? s + j : of->n - 1) * k.apart;
+            for (long i = 0; s + j < of->coming && i < of->bytes; i += 64) {
+                __builtin_prefetch(next[0].at + (s + j) * next[0].apart + i);
+                __builtin_prefetch(next[1].at + (s + j) * next[1].apart + i);
+            }
+        }
+        for (long i = 0; i < D; i += LANES)
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; j++) {
+                const vec values = load(key[j] + i * size_of[kind], kind);
+#pragma GCC unroll 3
+                for (int g = 0; g < G; g++) sums[g][j] += load(q + g * D + i, F32) * values;
+            }
+#pragma GCC unroll 3
+        for (int g = 0; g < G; g++) {
+            const quad four = sums_of(sums[g]);
+            memcpy(scores + g * GROUP + s, &four, sizeof four);
+        }
+    }
+}
+
 /* W vectors of each of G rows of y += the sum of n rows of x, each times a weight; each row so far from the next. */
-SPECIAL void mix(float *y, long y_row, const float *weights, long weights_row, const float *x, long x_row, const int G,
+SPECIAL void mix(float *y, long y_row, const float *weights, long weights_row, struct rows x, enum kind kind, const int G,
                  const int W, long n) {
     vec sums[QUERIES][4];
 #pragma GCC unroll 6
@@ -111,13 +138,19 @@ SPECIAL void mix(float *y, long y_row, const float *weights, long weights_row, c
 #pragma GCC unroll 4
         for (int j = 0; j < W; j++) sums[g][j] = load(y + g * y_row + j * LANES, F32);
     for (long s = 0; s < n; s++) {
-        vec values[4];
+        vec values[4]; /* these stay in registers, or the weights, whichever are fewer */
 #pragma GCC unroll 4
-        for (int j = 0; j < W; j++) values[j] = load(x + s * x_row + j * LANES, F32);
+        for (int j = 0; W < G && j < W; j++) values[j] = load(x.at + s * x.apart + j * LANES * size_of[kind], kind);
 #pragma GCC unroll 6
-        for (int g = 0; g < G; g++)
+        for (int g = 0; W < G && g < G; g++)
 #pragma GCC unroll 4
             for (int j = 0; j < W; j++) sums[g][j] += weights[g * weights_row + s] * values[j];
+#pragma GCC unroll 4
+        for (int j = 0; W >= G && j < W; j++) {
+            values[0] = load(x.at + s * x.apart + j * LANES * size_of[kind], kind);
+#pragma GCC unroll 6
+            for (int g = 0; g < G; g++) sums[g][j] += weights[g * weights_row + s] * values[0];
+        }
     }
 #pragma GCC unroll 6
     for (int g = 0; g < G; g++)
@@ -125,65 +158,131 @@ SPECIAL void mix(float *y, long y_row, const float *weights, long weights_row, c
         for (int j = 0; j < W; j++) memcpy(y + g * y_row + j * LANES, &sums[g][j], sizeof(vec));
 }
 
-/* G queries of one K/V head over n tokens more, k [n, D], or [D, GROUP] where it is `across`, and v [n, D]; the first of
- * them is the token `at`. */
-SPECIAL void look(float *y, const float *q, const struct sight *sees, const float *k, const int across, const float *v,
-                  const int G, long at, long n, long D) {
-    const int W = G > 3 ? 2 : 4; /* that fill the registers with sums */
-    float scores[QUERIES * GROUP];
-    if (across) memset(scores, 0, G * GROUP * sizeof *scores);
-    for (int i = 0; across && i < GROUP; i += 2 * LANES) mix(scores + i, GROUP, q, D, k + i, GROUP, G, 2, D);
-    for (long s = 0; !across && s < n; s += 4) {
-        vec sums[3][4];
-        memset(sums, 0, sizeof sums);
-        for (long i = 0; i < D; i += LANES)
-#pragma GCC unroll 4
-            for (int j = 0; j < 4; j++) {
-                const vec key = load(k + (s + j < n ? s + j : n - 1) * D + i, F32);
-#pragma GCC unroll 3
-                for (int g = 0; g < G; g++) sums[g][j] += load(q + g * D + i, F32) * key;
-            }
-        for (int g = 0; g < G; g++) {
-            const quad four = sums_of(sums[g]);
-            memcpy(scores + g * GROUP + s, &four, sizeof four);
-        }
-    }
-    for (int g = 0; g < G; g++) {
-        const long first = sees[g].first - at, last = sees[g].last - at;
-        soften(y + g * (D + 2), scores + g * GROUP, first < 0 ? 0 : first, last > n ? n : last, D);
-    }
+/* One vector of each row of v, where `mix_rows` has fewer left than it takes at a time. */
+static void mix_rest(float *y, const float *scores, struct rows v, enum kind kind, int G, long n, long D) {
+    float column[GROUP * LANES];
+    widen_all(column, v, kind, n, LANES);
+    for (; G > 0; G--, y += D + 2, scores += GROUP)
+        mix(y, 0, scores, 0, (struct rows){(char *)column, LANES * sizeof *column}, F32, 1, 1, n);
+}
+
+/* G rows of y += their weights' sums of whole rows of v, as many vectors at a time as fill the registers with sums. */
+SPECIAL void mix_rows(float *y, const float *scores, const struct group *of, enum kind kind, const int G, long D) {
+    const int W = G > 3 ? 2 : 4;
+    struct rows v = of->v;
     long i = 0;
-    for (; i + W * LANES <= D; i += W * LANES) mix(y + i, D + 2, scores, GROUP, v + i, D, G, W, n);
-    for (; i < D; i += LANES) mix(y + i, D + 2, scores, GROUP, v + i, D, G, 1, n);
+    for (; i + W * LANES <= D; i += W * LANES, v.at += W * LANES * size_of[kind])
+        mix(y + i, D + 2, scores, GROUP, v, kind, G, W, of->n);
+    for (; i < D; i += LANES, v.at += LANES * size_of[kind]) mix_rest(y + i, scores, v, kind, G, of->n, D);
+}
+
+/* Weights [GROUP] of packed values become those of their numbers; what all numbers count from is added to y [D]. */
+static void unstep(float *y, float *weights, const struct group *of, long D) {
+    float low = 0;
+#pragma omp simd reduction(+ : low)
+    for (long s = 0; s < of->n; s++) low += weights[s] * of->low[s];
+    for (long s = 0; s < of->n; s++) weights[s] *= of->step[s];
+    for (long i = 0; i < D; i++) y[i] += low;
+}
+
+/* G queries over a group: 1 or 3, or QUERIES if its keys lie across, [D, GROUP], and all are floats. Scores with packed keys
+ * lack `lows`. */
+static void look(float *y, const float *q, const float *lows, const struct sight *sees, const struct group *of,
+                 enum kind kind, int G, long D) {
+    float scores[QUERIES * GROUP];
+#define DOTS(KIND) G == 3 ? dots(scores, q, of, KIND, 3, D) : dots(scores, q, of, KIND, 1, D)
+#define MIX(KIND) G == 3 ? mix_rows(y, scores, of, KIND, 3, D) : mix_rows(y, scores, of, KIND, 1, D)
+    if (G == QUERIES) {
+        memset(scores, 0, sizeof scores);
+        for (long s = 0; s < GROUP; s += 2 * LANES)
+            mix(scores + s, GROUP, q, D, (struct rows){of->k.at + s * sizeof *scores, of->k.apart}, F32, QUERIES, 2, D);
+    } else
+        switch (kind) {
+        case F16: DOTS(F16); break;
+        case BF16: DOTS(BF16); break;
+        case U8: DOTS(U8); break;
+        default: DOTS(F32);
+        }
+    for (int g = 0; g < G; g++) {
+        const long first = sees[g].first - of->at, last = sees[g].last - of->at;
+        for (long s = 0; of->packed && s < GROUP; s++) scores[g * GROUP + s] += lows[g];
+        soften(y + g * (D + 2), scores + g * GROUP, first < 0 ? 0 : first, last > of->n ? of->n : last, D);
+        if (of->packed) unstep(y + g * (D + 2), scores + g * GROUP, of, D);
+    }
+    if (G == QUERIES) mix_rows(y, scores, of, F32, QUERIES, D);
+    else
+        switch (kind) {
+        case F16: MIX(F16); break;
+        case BF16: MIX(BF16); break;
+        case U8: MIX(U8); break;
+        default: MIX(F32);
+        }
+}
+
+/* As q · (step · number + low) = (q · step) · number + q · low: queries [rows, D] times the steps of a group's keys, and
+ * their products with the lowest numbers. */
+static void step_queries(float *to, float *lows, const float *q, long rows, const struct memory *m, const char *scales,
+                         long D) {
+    float step[D], low[D];
+    widen_all(step, (struct rows){scales, 0}, m->scales, 1, D);
+    widen_all(low, (struct rows){scales + m->k_low * size_of[m->scales], 0}, m->scales, 1, D);
+    for (long r = 0; r < rows; r++, q += D, to += D) {
+        float sum = 0;
+#pragma omp simd reduction(+ : sum)
+        for (long i = 0; i < D; i++) sum += q[i] * low[i];
+        for (long i = 0; i < D; i++) to[i] = q[i] * step[i];
+        lows[r] = sum;
+    }
 }
 
 /* Rows of queries over one K/V head's tokens in the slots first to last, of which the first is the token `at`, into
  * y [rows, D + 2] as `soften` has it. */
 static void look_at(float *y, const float *q, const struct sight *sees, long rows, const struct memory *m, long h,
                     long first, long last, long at, long D) {
-    float k[GROUP * D], v[GROUP * D], turned[GROUP * D];
-    const int across = rows >= ACROSS;
+    float __attribute__((aligned(64))) k[GROUP * D], v[GROUP * D], turned[GROUP * D], stepped[rows * D], lows[rows];
+    const float *asked = m->kind < U8 ? q : stepped;
     for (long r = 0; r < rows; r++) {
         memset(y + r * (D + 2), 0, D * sizeof *y);
         y[r * (D + 2) + D] = LEAST, y[r * (D + 2) + D + 1] = 0;
     }
     for (long n; first < last; first += n, at += n) {
-        const long rest = GROUP - first % GROUP;
+        const long rest = GROUP - first % GROUP, scale = size_of[m->scales];
         n = last - first < rest ? last - first : rest;
-        keys_of(k, m, h, first, n, D);
-        values_of(v, m, h, first, n, D);
-        for (long s = 0; across && s < GROUP; s++)
-            for (long i = 0; i < D; i++) turned[i * GROUP + s] = s < n ? k[s * D + i] : 0;
+        struct group of = {keys_at(m, h, first), values_at(m, h, first),
+                           {keys_at(m, h, first + n), values_at(m, h, first + n)}, at, n, last - first - n,
+                           m->kind == U4 ? D / 2 : D * size_of[m->kind], m->kind >= U8};
+        if (of.packed) {
+            const char *scales = m->v_scales + (h * m->v_scales_head + first) * scale;
+            widen_all(of.step, (struct rows){scales, 0}, m->scales, 1, n);
+            widen_all(of.low, (struct rows){scales + m->v_low * scale, 0}, m->scales, 1, n);
+            step_queries(stepped, lows, q, rows, m, m->k_scales + (h * m->k_scales_head + first / GROUP * D) * scale, D);
+        }
+        enum kind kind = m->kind;
+        if (rows > QUERIES || kind == U4) { /* what is read so often is made floats once */
+            widen_all(k, of.k, kind, n, D);
+            widen_all(v, of.v, kind, n, D);
+            of.k = (struct rows){(char *)k, D * sizeof *k}, of.v = (struct rows){(char *)v, D * sizeof *v};
+            kind = F32;
+        }
         long r = 0;
-        for (; across && r + 6 <= rows; r += 6) look(y + r * (D + 2), q + r * D, sees + r, turned, 1, v, 6, at, n, D);
-        for (; r + 3 <= rows; r += 3) look(y + r * (D + 2), q + r * D, sees + r, k, 0, v, 3, at, n, D);
-        for (; r < rows; r++) look(y + r * (D + 2), q + r * D, sees + r, k, 0, v, 1, at, n, D);
+        if (rows >= ACROSS) {
+            struct group across = of;
+            across.k = (struct rows){(char *)turned, GROUP * sizeof *turned};
+            for (long s = 0; s < GROUP; s++)
+                for (long i = 0; i < D; i++) turned[i * GROUP + s] = s < n ? k[s * D + i] : 0;
+            for (; r + QUERIES <= rows; r += QUERIES)
+                look(y + r * (D + 2), asked + r * D, lows + r, sees + r, &across, F32, QUERIES, D);
+        }
+        for (long G; r < rows; r += G) {
+            G = rows - r < 3 ? 1 : 3;
+            look(y + r * (D + 2), asked + r * D, lows + r, sees + r, &of, kind, G, D);
+        }
     }
 }
 
 static void keep(const struct memory *m, const float *k, const float *v, long h, long slot, long D) {
-    narrow(m->k + (h * m->k_head + slot * m->k_token) * size_of[m->kind], k, m->kind, D);
-    narrow(m->v + (h * m->v_head + slot * m->v_token) * size_of[m->kind], v, m->kind, D);
+    narrow((char *)keys_at(m, h, slot).at, k, m->kind, D);
+    narrow((char *)values_at(m, h, slot).at, v, m->kind, D);
 }
 
 /* The newest counts[i] tokens of sequence i are queries, and each sees its own sequence up to itself, the newest `window`
@@ -288,7 +387,7 @@ static struct plan *planned(const struct attend *a, long threads) {
 static void look_through(const struct attend *a, const struct piece *p, long h) {
     const long group = a->group, D = a->D, rows = p->block->count * group;
     const float scale = 1 / root(D);
-    float q[rows * D];
+    float __attribute__((aligned(64))) q[rows * D];
     struct sight sees[rows];
     for (long r = 0; r < rows; r++) {
         const long query = r / group, place = p->block->place + query;

@@ -382,7 +382,7 @@ def test_pages_hold_what_a_plain_list_of_tokens_would(engine, data):
 @pytest.mark.parametrize("kernels", [FlashBatch, NativeBatch])
 def test_kernels_give_the_same_pass(engine, kernels):
     if kernels is FlashBatch:
-        pytest.importorskip("test_flash")  # which sets Triton's interpreter up
+        pytest.importorskip("triton")
     elif native.library() is None:
         pytest.skip("no C compiler")
     pool = Pool(engine.model.config, 40, "cpu", torch.float32)

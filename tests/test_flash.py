@@ -14,12 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 ON_GPU = torch.cuda.is_available()
-INTERPRETED = not ON_GPU and os.environ.setdefault("TRITON_INTERPRET", "1") == "1"
-if INTERPRETED:
-    # Triton reads the setting when it is imported. Whoever did that before keeps a Triton that compiles; its C++ part
-    # cannot be loaded twice, and need not be.
-    for name in [name for name in sys.modules if name.split(".")[0] == "triton" and "_C" not in name]:
-        del sys.modules[name]
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # conftest.py
 triton = pytest.importorskip("triton", reason="the kernels are written in Triton")
 
 import flash  # noqa: E402

@@ -14,7 +14,7 @@ import torch
 from conftest import tiny_folder
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_flash import DEVICE, INTERPRETED, compiled, needs_gpu, recorded, triton  # sets the interpreter up
+from test_flash import DEVICE, INTERPRETED, compiled, needs_gpu, recorded, triton
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flash
