@@ -239,7 +239,8 @@ static void step_queries(float *to, float *lows, const float *q, long rows, cons
  * y [rows, D + 2] as `soften` has it. */
 static void look_at(float *y, const float *q, const struct sight *sees, long rows, const struct memory *m, long h,
                     long first, long last, long at, long D) {
-    float __attribute__((aligned(64))) k[GROUP * D], v[GROUP * D], turned[GROUP * D], stepped[rows * D], lows[rows];
+    float __attribute__((aligned(64))) k[GROUP * D], v[GROUP * D], turned[GROUP * D], lows[rows];
+    float __attribute__((aligned(64))) stepped[m->kind < U8 ? 1 : rows * D];
     const float *asked = m->kind < U8 ? q : stepped;
     for (long r = 0; r < rows; r++) {
         memset(y + r * (D + 2), 0, D * sizeof *y);
