@@ -158,8 +158,8 @@ SPECIAL void mix(float *y, long y_row, const float *weights, long weights_row, s
         for (int j = 0; j < W; j++) memcpy(y + g * y_row + j * LANES, &sums[g][j], sizeof(vec));
 }
 
-/* One vector of each row of v, where `mix_rows` has fewer left than it takes at a time. */
-static void mix_rest(float *y, const float *scores, struct rows v, enum kind kind, int G, long n, long D) {
+/* One vector of each row of v, where `mix_rows` has fewer left than it takes at a time: rare, so it is compiled once. */
+static __attribute__((noinline)) void mix_rest(float *y, const float *scores, struct rows v, enum kind kind, int G, long n, long D) {
     float column[GROUP * LANES];
     widen_all(column, v, kind, n, LANES);
     for (; G > 0; G--, y += D + 2, scores += GROUP)
