@@ -159,7 +159,8 @@ SPECIAL void mix(float *y, long y_row, const float *weights, long weights_row, s
 }
 
 /* One vector of each row of v, where `mix_rows` has fewer left than it takes at a time: rare, so it is compiled once. */
-static __attribute__((noinline)) void mix_rest(float *y, const float *scores, struct rows v, enum kind kind, int G, long n, long D) {
+static __attribute__((noinline)) void mix_rest(float *y, const float *scores, struct rows v, enum kind kind, int G, long n,
+                                               long D) {
     float column[GROUP * LANES];
     widen_all(column, v, kind, n, LANES);
     for (; G > 0; G--, y += D + 2, scores += GROUP)
@@ -185,8 +186,8 @@ static void unstep(float *y, float *weights, const struct group *of, long D) {
     for (long i = 0; i < D; i++) y[i] += low;
 }
 
-/* G queries over a group: 1 or 3, or QUERIES if its keys lie across, [D, GROUP], and all are floats. Scores with packed keys
- * lack `lows`. */
+/* G queries over a group, into y [G, D + 2] as `soften` has it: 1 or 3, or QUERIES if its keys lie across, [D, GROUP], and
+ * all are floats. Scores with packed keys lack `lows` (step_queries). */
 static void look(float *y, const float *q, const float *lows, const struct sight *sees, const struct group *of,
                  enum kind kind, int G, long D) {
     float scores[QUERIES * GROUP];
